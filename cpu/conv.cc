@@ -6,9 +6,6 @@
 // any number of threads.
 #include "cpu/conv.h"
 
-#include <cstdlib>
-static const long kMW = getenv("MW") ? atol(getenv("MW")) : 4096;
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -79,32 +76,17 @@ int64_t Entries(const Window (&dims)[kMaxDims], int64_t Window::* size) {
   return dims[0].*size * dims[1].*size * dims[2].*size;
 }
 
-// Arrays of a type that is summed.
-struct Wide {
-  std::vector<const void*> images;
-  Memory memory;
-};
-
-// Returns `images` of `size` entries each as they are, or copies of another dtype.
-Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t size,
-           const ParallelFor& parallel_for) {
-  if (dtype == SumType(dtype)) return {.images = images, .memory = {}};
-  Wide wide;
-  const int64_t count = images.size();
-  wide.memory = Memory(size * count * SizeOf(SumType(dtype)));
-  for (int64_t i = 0; i < count; ++i) {
-    wide.images.push_back(At(wide.memory.get(), i * size, SumType(dtype)));
-  }
+// Copies an array to the type that is summed.
+Memory Widen(const void* array, DType dtype, int64_t size, const ParallelFor& parallel_for) {
+  const DType wide = SumType(dtype);
+  Memory memory(size * SizeOf(wide));
   constexpr int64_t kTaskEntries = 32 * 1024;
-  const int64_t tasks = CeilDiv(size, kTaskEntries);
-  RunTasks(tasks * count, parallel_for, [&](int64_t task) {
-    const int64_t image = task / tasks;
-    const int64_t begin = task % tasks * kTaskEntries;
-    const int64_t end = std::min(size, begin + kTaskEntries);
-    BestKernels().widen(dtype, At(images[image], begin, dtype), end - begin,
-                        At(const_cast<void*>(wide.images[image]), begin, SumType(dtype)));
+  RunTasks(CeilDiv(size, kTaskEntries), parallel_for, [&](int64_t task) {
+    const int64_t begin = task * kTaskEntries;
+    BestKernels().widen(dtype, At(array, begin, dtype), std::min(size - begin, kTaskEntries),
+                        At(memory.get(), begin, wide));
   });
-  return wide;
+  return memory;
 }
 
 Axis ForwardAxis(const Window& window) {
@@ -287,12 +269,15 @@ struct Blocks {
   int Vectors(int64_t block) const { return static_cast<int>(First(block + 1) - First(block)); }
 };
 
-// Pixels of a line that are computed at a time: whole tiles, of which a cache holds what they read.
+// Pixels of a line that are computed at a time: several tiles, if a cache holds what they read.
 int64_t SpanOf(const Product& product) {
   constexpr int64_t kMaxPixels = 256, kMinPixels = 48, kBytes = 128 * 1024;
   const Axis& axis = product.axes[2];
+  const int64_t entries =
+      product.fan *
+      std::max<int64_t>(1, product.is_merged ? std::min(axis.step, axis.taps) : axis.taps);
   const int64_t pixel_bytes =
-      product.axes[0].taps * product.axes[1].taps * axis.step * product.fan * SizeOf(product.dtype);
+      product.axes[0].taps * product.axes[1].taps * entries * SizeOf(product.dtype);
   const int64_t most =
       std::clamp(kBytes / std::max<int64_t>(1, pixel_bytes), kMinPixels, kMaxPixels);
   if (axis.count <= most) return axis.count;
@@ -321,13 +306,12 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
   product.column_stride = is_forward ? 1 : call.outputs;
   product.group_stride = fan_out;
   product.sources = call.images.data();
-  Wide kernel;
-  if (has_pairs) {
-    kernel.images = {call.kernel};
-  } else {
-    kernel = Widen({call.kernel}, call.dtype, call.taps() * product.tap_stride, parallel_for);
+  Memory wide;
+  product.kernel = call.kernel;
+  if (product.dtype != call.dtype) {
+    wide = Widen(call.kernel, call.dtype, call.taps() * product.tap_stride, parallel_for);
+    product.kernel = wide.get();
   }
-  product.kernel = kernel.images[0];
   const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
   const Blocks blocks(product.columns, lanes, product.max_vectors);
   const int64_t panels = call.groups * blocks.count;
@@ -358,7 +342,10 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
                                  CeilDiv(blocks.vectors * call.groups * in_task, panels);
     const int64_t spans =
         product.spans() * panels / (in_task * kTasksPerThread * parallel_for.threads);
-    const int64_t per_task = std::max({int64_t{1}, spans, kTaskVectors / span_vectors});
+    int64_t per_task = std::max({int64_t{1}, spans, kTaskVectors / span_vectors});
+    // Whole blocks, if every thread has a few.
+    const int64_t fair = CeilDiv(product.spans() * panels, 2 * in_task * parallel_for.threads);
+    per_task = std::max(per_task, std::min(CeilDiv(per_task, product.lines) * product.lines, fair));
     const int64_t tasks = CeilDiv(product.spans(), per_task);
     const int64_t space_bytes = kernels.multiply_space(product);
     RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
@@ -398,7 +385,10 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
   if (call.dtype == DType::kBF16) {
     const Bf16Products bf16_products = kernels.bf16_products();
-    product.has_matrices = bf16_products == Bf16Products::kMatrices;
+    // Tasks for matrices copy the lines of all taps, however few they have.
+    constexpr int64_t kMaxTapLines = 64;
+    const bool has_matrices = bf16_products == Bf16Products::kMatrices;
+    product.has_matrices = has_matrices && d1.taps <= kMaxTapLines;
     product.has_pairs = bf16_products == Bf16Products::kPairs;
   }
   const int64_t segments = product.segments();
@@ -411,7 +401,11 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const Blocks blocks(fan_out, lanes, max_vectors);
   const int64_t row_blocks = CeilDiv(rows, max_rows);
   const int64_t tiles = call.groups * blocks.count * row_blocks;
-  const int64_t tile_vectors = CeilDiv(rows, row_blocks) * CeilDiv(blocks.vectors, blocks.count);
+  const auto rounded = [&](int64_t count, int64_t whole) {
+    return product.has_matrices ? CeilDiv(count, whole) * whole : count;
+  };
+  const int64_t tile_vectors = rounded(CeilDiv(rows, row_blocks), 2 * kMatrixRows) *
+                               rounded(CeilDiv(blocks.vectors, blocks.count), kMatrixVectors);
   const int64_t max_segments =
       std::max<int64_t>(1, sum_bytes / std::max<int64_t>(1, tile_vectors * kernels.vector_bytes));
   const int64_t passes = CeilDiv(segments, max_segments);

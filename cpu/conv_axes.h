@@ -26,7 +26,7 @@ struct Axis {
   int64_t kernel_step = 1;
 };
 
-// What becomes of sums.
+// The last steps, which make results of sums.
 struct Results {
   DType dtype;
   Activation activation = Activation::kNone;

@@ -485,8 +485,8 @@ constexpr int ChannelOfLane(int i) { return i / 4 * 8 + i % 4; }
 
 __mmask32 MaskOf(int64_t count) { return count >= 32 ? ~0u : (1u << Max(0, count)) - 1; }
 
-// Joins entries of two pixels, with zeros where masks have none, and keeps the largest exponents.
-JAXOPS_ALWAYS_INLINE JAXOPS_MATRICES_TARGET PixelPairs JoinPixels(const BFloat* first,
+// Pairs entries of two pixels, with zeros where masks have none, and keeps the largest exponents.
+JAXOPS_ALWAYS_INLINE JAXOPS_MATRICES_TARGET PixelPairs PairPixels(const BFloat* first,
                                                                   __mmask32 first_mask,
                                                                   const BFloat* second,
                                                                   __mmask32 second_mask,
@@ -519,8 +519,10 @@ JAXOPS_MATRICES_TARGET bool TransposePixels(const Pixels& pixels, int64_t channe
                                             int64_t pitch) {
   // Copies: the compiler would read what `pixels` has after every store.
   const int64_t count = pixels.count;
-  const int64_t distance = pixels.step * pixels.stride;
-  const BFloat* const zeroth = pixels.line + pixels.first * pixels.stride;
+  const uint64_t distance = static_cast<uint64_t>(pixels.step) * pixels.stride * sizeof(BFloat);
+  // Integers: addresses of pixels that are outside, and are not read, may be no pointers.
+  const uint64_t zeroth = reinterpret_cast<uintptr_t>(pixels.line) +
+                          static_cast<uint64_t>(pixels.first) * pixels.stride * sizeof(BFloat);
   // Pixels [low, high) are inside.
   const int64_t low = pixels.first < 0 ? Min(count, CeilDiv(-pixels.first, pixels.step)) : 0;
   const int64_t high =
@@ -531,13 +533,14 @@ JAXOPS_MATRICES_TARGET bool TransposePixels(const Pixels& pixels, int64_t channe
     const bool has_high = channels - c > 4;
     for (int64_t i = 0; i < count; i += 32) {
       __m512i first[16], second[16];
-      const BFloat* pixel = zeroth + (i * distance + c);
+      uint64_t pixel = zeroth + i * distance + c * sizeof(BFloat);
 #pragma GCC unroll 16
       for (int j = 0; j < 16; ++j) {
         const auto masked = [&](int64_t at) JAXOPS_MATRICES_TARGET
             __attribute__((always_inline)) { return at >= low && at < high ? mask : __mmask32{0}; };
-        const PixelPairs pairs =
-            JoinPixels(pixel, masked(i + 2 * j), pixel + distance, masked(i + 2 * j + 1), largest);
+        const PixelPairs pairs = PairPixels(
+            reinterpret_cast<const BFloat*>(pixel), masked(i + 2 * j),
+            reinterpret_cast<const BFloat*>(pixel + distance), masked(i + 2 * j + 1), largest);
         first[j] = pairs.low;
         second[j] = pairs.high;
         pixel += 2 * distance;
@@ -561,13 +564,13 @@ JAXOPS_MATRICES_TARGET bool TransposePixels(const Pixels& pixels, int64_t channe
   return AreFinite(largest);
 }
 
-// The memory of a task of matrices.
+// The memory of a task of matrices. Columns are in the order of the lanes of `PixelPairs`.
 struct MatrixSpace {
   BFloat* source;      // (rows, pitch): lines one after the other
   BFloat* line;        // a line of channels, whose rows are for several taps
-  BFloat* cotangents;  // (columns / 32, windows / 2, 32, 2), in that order, too
+  BFloat* cotangents;  // (columns / 32, windows / 2, 32, 2)
   char* is_copied;     // for each line of a plane
-  float* sums;         // (segments, rows / 32, columns / 32, 32, 32), columns in the order of pairs
+  float* sums;         // (segments, rows / 32, columns / 32, 32, 32)
 };
 
 // The kernel gradient by products of matrices: their rows are channels, or channels at a tap, their
@@ -588,6 +591,16 @@ struct MatrixGrad {
     axis.step = window.stride;
     axis.tap_step = window.dilation;
     return axis;
+  }
+
+  struct Tap {
+    int64_t at[im2col::kMaxDims];  // the first one of a segment
+  };
+
+  static Tap TapOf(const Product& product, int64_t segment) {
+    const int64_t per_line = product.is_merged ? 1 : product.dims[2].taps;
+    return {segment / per_line / product.dims[1].taps, segment / per_line % product.dims[1].taps,
+            segment % per_line};
   }
 
   // How entries of the source lie in a row.
@@ -632,7 +645,7 @@ struct MatrixGrad {
     // Whole matrices are read from every tap on. An odd number of cache lines spreads rows over all
     // sets of a cache.
     const int64_t planes = product.is_merged ? 1 : layout.pixels.count / layout.pixels.size;
-    const int64_t entries = planes * layout.plane + layout.line + 2 * kMatrixEntries;
+    const int64_t entries = planes * layout.plane + kMatrixEntries;
     layout.pitch = (CeilDiv(entries, kMatrixEntries) | 1) * kMatrixEntries;
     return layout;
   }
@@ -698,7 +711,7 @@ struct MatrixGrad {
           at = is_last ? 0 : at;
           line += is_last;
         }
-        const PixelPairs pairs = JoinPixels(from[0], masks[0], from[1], masks[1], largest);
+        const PixelPairs pairs = PairPixels(from[0], masks[0], from[1], masks[1], largest);
         _mm512_storeu_si512(to, pairs.low);
         _mm512_storeu_si512(to + kTileColumns, pairs.high);
       }
@@ -726,9 +739,7 @@ struct MatrixGrad {
     pixels.count = block.count + layout.pixels.size - product.span;
     bool is_finite = true;
     for (int64_t tap = 0; tap < Min(layout.pixels.period, d2.taps); ++tap) {
-      // The pixel of the first place, before those of this tap.
-      const int64_t entry = tap * d2.dilation - layout.pixels.Within(tap) * d2.stride;
-      pixels.first = block.low * d2.stride - d2.low + entry;
+      pixels.first = block.low * d2.stride - d2.low + layout.pixels.FirstOf(tap, AxisOf(d2));
       is_finite &= TransposePixels(pixels, channels, transposed + tap * plane, pitch);
     }
     for (int64_t row = task.row_begin; row < task.row_end && product.is_merged; ++row) {
@@ -740,19 +751,9 @@ struct MatrixGrad {
     return is_finite;
   }
 
-  struct Tap {
-    int64_t at[im2col::kMaxDims];  // the first one of a segment
-  };
-
-  Tap TapOf(int64_t segment) const {
-    const int64_t per_line = product.is_merged ? 1 : product.dims[2].taps;
-    return {segment / per_line / product.dims[1].taps, segment / per_line % product.dims[1].taps,
-            segment % per_line};
-  }
-
   // Adds segments [begin, end), which read one plane of the source.
-  JAXOPS_MATRICES_TARGET void AddSegments(const RowLayout& layout, const Block& block,
-                                          int64_t windows, int64_t begin, int64_t end) const {
+  JAXOPS_MATRICES_TARGET void AddSegments(const RowLayout& layout, int64_t windows, int64_t begin,
+                                          int64_t end) const {
     for (int64_t column_tile = 0; column_tile < ColumnTiles(); ++column_tile) {
       Factors<BFloat> factors;
       factors.kernel = space.cotangents + column_tile * windows * kTileColumns;
@@ -762,11 +763,10 @@ struct MatrixGrad {
         const int64_t matrices = CeilDiv(Min(rows() - row, kTileRows), kMatrixRows);
         const int64_t offsets[kTileMatrices] = {0, kMatrixRows * layout.pitch};
         for (int64_t s = begin; s < end; ++s) {
-          const Tap tap = TapOf(s);
-          factors.source = space.source + row * layout.pitch +
-                           layout.lines.At(tap.at[1]) * layout.line +
-                           tap.at[2] % layout.pixels.period * layout.plane +
-                           layout.pixels.Within(tap.at[2]);
+          const Tap tap = TapOf(product, s);
+          factors.source =
+              space.source + row * layout.pitch + layout.lines.At(tap.at[1]) * layout.line +
+              tap.at[2] % layout.pixels.period * layout.plane + layout.pixels.Within(tap.at[2]);
           AddMatrices<kMatrixVectors>(&factors, 1, offsets, matrices, layout.pitch, true,
                                       SumsOf(s - task.segment_begin, row_tile, column_tile));
         }
@@ -777,7 +777,7 @@ struct MatrixGrad {
   // The same without products with what is outside of the image, or with zeros between lines.
   void AddInside(const Block& block, int64_t in0, int64_t segment) const {
     const auto& [d0, d1, d2] = product.dims;
-    const Tap tap = TapOf(segment);
+    const Tap tap = TapOf(product, segment);
     for (int64_t line = 0; line < block.lines; ++line) {
       const int64_t in1 = (block.line + line) * d1.stride + tap.at[1] * d1.dilation - d1.low;
       if (in1 < 0 || in1 >= d1.in) continue;
@@ -788,13 +788,19 @@ struct MatrixGrad {
         const int64_t tap2 = product.is_merged ? row / product.fan_in : tap.at[2];
         const int64_t channel = product.is_merged ? row % product.fan_in : row;
         const Range range = WindowsOf(d2, tap2);
-        const int64_t last = Min(range.high, block.low + block.count);
-        for (int64_t w = Max(range.low, block.low); w < last; ++w) {
-          const int64_t in2 = w * d2.stride + tap2 * d2.dilation - d2.low;
-          const float entry = ToFloat(source[in2 * product.source_channels + channel]);
-          const BFloat* cotangents = CotangentsOf(block, line, w - block.low);
-          for (int64_t output = 0; output < task.outputs; ++output) {
-            *SumOf(segment - task.segment_begin, r, output) += entry * ToFloat(cotangents[output]);
+        const int64_t low = Max(range.low, block.low);
+        const int64_t high = Min(range.high, block.low + block.count);
+        for (int64_t output = 0; output < task.outputs; output += kLanes<float>) {
+          const int64_t outputs = Min(kLanes<float>, task.outputs - output);
+          Vec<float> sum = {};
+          for (int64_t w = low; w < high; ++w) {
+            const int64_t in2 = w * d2.stride + tap2 * d2.dilation - d2.low;
+            const float entry = ToFloat(source[in2 * product.source_channels + channel]);
+            const BFloat* cotangents = CotangentsOf(block, line, w - block.low) + output;
+            sum = MultiplyAdd(Broadcast(entry), LoadUpTo(cotangents, outputs), sum);
+          }
+          for (int64_t i = 0; i < outputs && low < high; ++i) {
+            *SumOf(segment - task.segment_begin, r, output + i) += sum[i];
           }
         }
       }
@@ -809,13 +815,15 @@ struct MatrixGrad {
     const bool are_finite = CopyCotangents(block, layout.line, windows);
     const int64_t per_plane = d1.taps * (product.is_merged ? 1 : d2.taps);
     for (int64_t begin = task.segment_begin; begin < task.segment_end;) {
-      const Tap first = TapOf(begin);
+      const Tap first = TapOf(product, begin);
       const int64_t end = Min(task.segment_end, (first.at[0] + 1) * per_plane);
       const int64_t in0 = block.at0 * d0.stride + first.at[0] * d0.dilation - d0.low;
       if (in0 >= 0 && in0 < d0.in) {
+        // All lines that taps of the plane read, if the task has these taps or not: which products
+        // are matrices must not depend on that.
         bool is_finite = are_finite;
         __builtin_memset(space.is_copied, 0, layout.lines.count);
-        for (int64_t tap = first.at[1]; tap <= TapOf(end - 1).at[1]; ++tap) {
+        for (int64_t tap = 0; tap < d1.taps; ++tap) {
           const int64_t place = layout.lines.At(tap);
           const int64_t in1 = block.line * d1.stride + tap * d1.dilation - d1.low;
           for (int64_t line = 0; line < block.lines; ++line) {
@@ -825,12 +833,9 @@ struct MatrixGrad {
                                   space.source + (place + line) * layout.line);
           }
         }
-        if (is_finite) {
-          AddSegments(layout, block, windows, begin, end);
-        } else {
-          for (int64_t s = begin; s < end; ++s) AddInside(block, in0, s);
-          ClearSource(layout);
-        }
+        if (is_finite) AddSegments(layout, windows, begin, end);
+        for (int64_t s = begin; s < end && !is_finite; ++s) AddInside(block, in0, s);
+        if (!is_finite) ClearSource(layout);
       }
       begin = end;
     }

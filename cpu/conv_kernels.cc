@@ -29,7 +29,7 @@ bool AreMatricesPermitted() {
 
 // How this processor multiplies bf16 fastest. Processors with AMX take longer for pairs than for
 // f32: (32,128,28,28,128,3) took 37.3 ms on two cores of an Intel Xeon, f32 20.9, and matrices take
-// 4.2 (docs/conv2d.md).
+// 3.6 (docs/conv2d.md).
 Bf16Products FindBf16Products() {
 #if defined(JAXOPS_HAS_PAIRS)
   static const Bf16Products fastest = [] {
@@ -121,13 +121,12 @@ Block BlockAt(const Product& product, int64_t index, int64_t end) {
 
 // How a block's entries of the source lie in memory, in entries.
 struct Layout {
-  int64_t pixel;   // between pixels of the source
-  int64_t step;    // between what two neighbouring pixels of the result read
-  int64_t line;    // between lines of the result
-  int64_t pixels;  // of the source that a line of the result covers
+  int64_t pixel;  // between pixels of the source
+  int64_t step;   // between what two neighbouring pixels of the result read
+  int64_t line;   // between lines of the result
 };
 
-// Where a block reads a segment for its first pixel, which is the one of these taps.
+// A segment of a block: where its first pixel reads it, and its first taps.
 template <typename E>
 struct Segment {
   const E* source;
@@ -139,40 +138,49 @@ struct Segment {
 template <typename E>
 struct Space {
   E* copy;          // of the lines that a block reads
-  E* line;          // a line of them, without what fills up segments
+  E* line;          // a line before its segments are filled up
   char* is_copied;  // for each line of a plane
   Segment<E>* segments;
   Factors<E>* factors;
   Arithmetic<E>* sums;  // of a tile, or of all tiles where these wait for other segments
 };
 
-// Whether every pixel of the result has a copy of its segment, filled up for products of matrices.
+// Whether every pixel of the result has a copy of its segment: segments are filled up, or do not
+// share entries.
 bool IsExpanded(const Product& product) {
-  return product.is_merged && product.segment() != product.packed_rows();
+  return product.is_merged && (product.segment() != product.packed_rows() ||
+                               product.axes[2].step > product.axes[2].taps);
 }
 
-// Copies' entries of a pixel of the source.
+// Entries of a pixel of the source in a copy.
 int64_t PixelEntries(const Product& product) {
   return Max(1, product.is_merged ? product.fan : product.packed_rows());
 }
 
-Layout LayoutOfCopies(const Product& product, int64_t count) {
+// Pixels of the source in the copy of a line that is not expanded, or before it is.
+int64_t CopiedPixels(const Product& product, int64_t count) {
   const Axis& axis = product.axes[2];
+  if (!product.is_merged) return Places::Of(axis, count).count;
+  if (axis.step > axis.taps) return 0;
+  return CeilDiv((count - 1) * axis.step + axis.taps, axis.step) * axis.step;
+}
+
+Layout LayoutOfCopies(const Product& product, int64_t count) {
   Layout layout;
-  layout.pixels = CoveredPixels(axis, count);
   layout.pixel = PixelEntries(product);
   if (IsExpanded(product)) {
-    layout.step = product.packed_rows();
+    layout.step = Max(1, product.packed_rows());
     layout.line = count * layout.step;
   } else {
-    layout.step = axis.step * layout.pixel;
-    layout.line = CeilDiv(layout.pixels, axis.step) * layout.step;
+    layout.step = (product.is_merged ? product.axes[2].step : 1) * layout.pixel;
+    layout.line = CopiedPixels(product, count) * layout.pixel;
   }
   return layout;
 }
 
-// Whether blocks inside of the source are read there. Copies pay for themselves where several taps
-// read a line, and are needed for other dtypes and where segments are not contiguous or filled up.
+// Whether blocks inside of the source are read there. Copies pay for themselves where windows have
+// several lines of taps, and are needed for other dtypes and where segments are filled up or not
+// contiguous.
 bool CanBeInPlace(const Product& product) {
   const Axis* axes = product.axes;
   return product.source_dtype == product.dtype && axes[0].taps * axes[1].taps == 1 &&
@@ -188,8 +196,8 @@ int64_t SegmentsPerPass(const Product& product, int vectors) {
   return Min(Max(1, product.segments()), Max(1, kPanelBytes / Max(1, bytes)));
 }
 
-// Rows of the matrices of a line. Those after its pixels are computed for nothing: as many as are
-// in copies before the next line, or as whole matrices have.
+// Rows of the matrices of a line: its pixels, and rows after them whose results are dropped, up to
+// the next line of a copy or to whole matrices.
 int64_t MatrixLine(const Layout& layout, const Block& block, bool is_copied) {
   const int64_t whole = CeilDiv(block.count, kMatrixRows) * kMatrixRows;
   const int64_t joined = layout.line / layout.step;
@@ -210,11 +218,11 @@ int64_t Lay(const Product& product, char* memory, Space<E>& space) {
     used += Aligned(bytes);
     return at;
   };
-  // Rows after the pixels of a block, of matrices, read what follows.
+  // The last matrix of a block has rows after its pixels, which read beyond the copy.
   const int64_t after = product.has_matrices ? kMatrixRows * layout.step + layout.line : 0;
   space.copy = reinterpret_cast<E*>(take((copy + after) * sizeof(E)));
-  space.line = reinterpret_cast<E*>(
-      take(IsExpanded(product) ? layout.pixels * layout.pixel * sizeof(E) : 0));
+  space.line = reinterpret_cast<E*>(take(
+      IsExpanded(product) ? CopiedPixels(product, product.span) * layout.pixel * sizeof(E) : 0));
   space.is_copied = take(places);
   space.segments = reinterpret_cast<Segment<E>*>(take(product.segments() * sizeof(Segment<E>)));
   // A segment of a single pixel may be cut in two, with a row of pairs of its own.
@@ -253,6 +261,7 @@ struct Reader {
       layout.step = product.axes[2].step * layout.pixel;
     }
     segments = 0;
+    if (product.segment() == 0) return;
     const Axis* axes = product.axes;
     const int64_t channel = group * product.fan;
     const int64_t taps2 = product.is_merged ? 1 : axes[2].taps;
@@ -278,10 +287,11 @@ struct Reader {
           source = static_cast<const E*>(product.sources[block.image]) + channel +
                    ((in0 * axes[1].size + in1) * axes[2].size + FirstIn(block)) * layout.pixel;
         }
+        const Places pixels = Places::Of(axes[2], block.count);
         for (int64_t t2 = 0; t2 < taps2; ++t2) {
           const int64_t index = (t0 * axes[1].taps + t1) * taps2 + t2;
-          space.segments[segments++] = {
-              source + t2 * axes[2].tap_step * layout.pixel, index, {t0, t1, t2}};
+          const int64_t at = is_copied ? pixels.At(t2) : t2 * axes[2].tap_step;
+          space.segments[segments++] = {source + at * layout.pixel, index, {t0, t1, t2}};
         }
       }
       plane += places.count * layout.line;
@@ -297,35 +307,57 @@ struct Reader {
   bool IsInPlace(const Block& block) const {
     const Axis& axis = product.axes[2];
     const int64_t first = FirstIn(block);
-    return CanBeInPlace(product) && first >= 0 &&
-           first + CoveredPixels(axis, block.count) <= axis.size &&
+    const int64_t last = first + (block.count - 1) * axis.step + (axis.taps - 1) * axis.tap_step;
+    return CanBeInPlace(product) && first >= 0 && last < axis.size &&
            (!product.has_matrices || block.count >= kMatrixRows);
   }
 
-  // Copies what a line of a block covers of a line of the source; what is outside is zeros.
+  // Copies `count` pixels of a line of the source from pixel `first` on, `step` apart. A null line
+  // and pixels outside of it are zeros.
+  void CopyPart(const void* line, int64_t first, int64_t step, int64_t count, E* to) const {
+    int64_t low = 0, high = 0;
+    if (line != nullptr) {
+      low = first < 0 ? Min(count, CeilDiv(-first, step)) : 0;
+      high = Max(low, Min(count, CeilDiv(Max(0, product.axes[2].size - first), step)));
+    }
+    if (low < high) {
+      const int64_t at = (first + low * step) * product.source_channels;
+      CopyPixels(product.source_dtype, EntryAt(const_cast<void*>(line), at, product.source_dtype),
+                 step * product.source_channels, high - low, product.fan, layout.pixel,
+                 to + low * layout.pixel);
+    }
+    __builtin_memset(to, 0, low * layout.pixel * sizeof(E));
+    __builtin_memset(to + high * layout.pixel, 0, (count - high) * layout.pixel * sizeof(E));
+  }
+
+  // Copies what a line of a block reads of a line of the source, which may be outside of it.
   void CopyLine(const Block& block, int64_t in0, int64_t in1, int64_t channel, E* to) const {
     const Axis* axes = product.axes;
-    const bool is_expanded = IsExpanded(product);
-    E* line = is_expanded ? space.line : to;
-    int64_t low = 0, high = 0;
+    const Axis& axis = axes[2];
+    const int64_t first = FirstIn(block);
+    const void* line = nullptr;
     if (in1 >= 0 && in1 < axes[1].size) {
-      const int64_t first = FirstIn(block);
-      low = Min(Max(0, -first), layout.pixels);
-      high = Max(low, Min(layout.pixels, axes[2].size - first));
-      const int64_t from = (in0 * axes[1].size + in1) * axes[2].size + first + low;
-      CopyPixels(product.source_dtype,
-                 EntryAt(const_cast<void*>(product.sources[block.image]),
-                         from * product.source_channels + channel, product.source_dtype),
-                 product.source_channels, high - low, product.fan, layout.pixel,
-                 line + low * layout.pixel);
+      const int64_t at = (in0 * axes[1].size + in1) * axis.size * product.source_channels + channel;
+      line = EntryAt(const_cast<void*>(product.sources[block.image]), at, product.source_dtype);
     }
-    __builtin_memset(line, 0, low * layout.pixel * sizeof(E));
-    __builtin_memset(line + high * layout.pixel, 0,
-                     (layout.pixels - high) * layout.pixel * sizeof(E));
-    if (!is_expanded) return;
+    if (!product.is_merged) {
+      const Places places = Places::Of(axis, block.count);
+      for (int64_t tap = 0; tap < Min(places.period, axis.taps); ++tap) {
+        CopyPart(line, first + places.FirstOf(tap, axis), axis.step, places.size,
+                 to + tap * places.size * layout.pixel);
+      }
+      return;
+    }
+    const int64_t copied = CopiedPixels(product, block.count);
+    if (!IsExpanded(product)) return CopyPart(line, first, 1, copied, to);
+    if (copied > 0) CopyPart(line, first, 1, copied, space.line);
     const int64_t length = product.segment();
     for (int64_t p = 0; p < block.count; ++p, to += layout.step) {
-      __builtin_memcpy(to, line + p * axes[2].step * layout.pixel, length * sizeof(E));
+      if (copied > 0) {
+        __builtin_memcpy(to, space.line + p * axis.step * layout.pixel, length * sizeof(E));
+      } else {
+        CopyPart(line, first + p * axis.step, 1, axis.taps, to);
+      }
       __builtin_memset(to + length, 0, (layout.step - length) * sizeof(E));
     }
   }
@@ -442,7 +474,7 @@ struct Multiplier {
                A* sums) const {
     if (!panel.is_finite) {
       for (int64_t p = 0; p < count; ++p, Advance(width, pixel)) {
-        if (pixel.at < block.count) AddPixel(pixel, begin, end, sums + p * kWidth);
+        AddPixel(pixel, begin, end, sums + p * kWidth);
       }
       return;
     }
@@ -520,7 +552,7 @@ JAXOPS_ALWAYS_INLINE void WithEntries(DType dtype, F f) {
   f(float());
 }
 
-// Lines of a block: enough pixels for whole tiles, of which a cache holds what they read.
+// Lines of a block: enough pixels for several tiles, if a cache holds what they read.
 int64_t BlockLines(const Product& product) {
   constexpr int64_t kMaxPixels = 512;
   if (CanBeInPlace(product)) return 1;

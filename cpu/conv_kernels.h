@@ -74,7 +74,7 @@ struct Panel {
 
 struct Kernels {
   int64_t vector_bytes;
-  int max_vectors;                  // of a block
+  int max_vectors;                  // of a panel, but for products of matrices
   Bf16Products (*bf16_products)();  // of this processor
   // Copies 16-bit entries to f32.
   void (*widen)(DType dtype, const void* from, int64_t count, void* to);

@@ -1,4 +1,4 @@
-// What the kernels of convolution share: tiles of sums, products of matrices, and copies of pixels;
+// Tiles of sums, products of matrices and copies of pixels, which the kernels of convolution share;
 // for kernel files (see simd.h).
 #ifndef JAXOPS_CPU_CONV_PRODUCTS_H_
 #define JAXOPS_CPU_CONV_PRODUCTS_H_
@@ -153,7 +153,8 @@ inline JAXOPS_MATRICES_TARGET void ConfigureMatrices() {
 inline JAXOPS_MATRICES_TARGET void ReleaseMatrices() { _tile_release(); }
 
 // As AddPairs, for one or two matrices, whose rows are `step` entries apart. Two matrices share
-// what is loaded of the kernel, and two vectors what is loaded of the source.
+// what is loaded of the kernel, and two vectors what is loaded of the source. Lengths are multiples
+// of kMatrixEntries.
 template <int kVectors>
 JAXOPS_MATRICES_TARGET void AddMatrices(const Factors<BFloat>* factors, int64_t count,
                                         const int64_t* offsets, int64_t matrices, int64_t step,
@@ -227,7 +228,7 @@ inline int64_t GreatestCommonDivisor(int64_t a, int64_t b) {
 
 // Where entries of the source along a dimension are copied to, so that those of all results for a
 // tap follow one another. Taps may share entries if their distance is a multiple of the step of
-// results.
+// results, and do so if that takes fewer places.
 struct Places {
   int64_t period;  // of taps that share entries
   int64_t size;    // between taps that do not
@@ -236,28 +237,24 @@ struct Places {
   int64_t step;
 
   static Places Of(const Axis& axis, int64_t results) {
-    Places places = {};
-    places.step = axis.step;
-    if (axis.tap_step >= results * axis.step) {  // too far apart for sharing
-      places.period = Max(1, axis.taps);
-      places.size = results;
-    } else {
-      places.period = axis.step / GreatestCommonDivisor(axis.step, axis.tap_step);
-      places.size = results + Max(0, axis.taps - 1) * axis.tap_step / axis.step;
-      places.tap_step = axis.tap_step;
+    const int64_t taps = Max(1, axis.taps);
+    const int64_t period = axis.step / GreatestCommonDivisor(axis.step, axis.tap_step);
+    const int64_t size = results + (taps - 1) * axis.tap_step / axis.step;
+    // Compared by division: a dilation may be close to the largest integer.
+    if (size >= CeilDiv(taps * results, Min(period, taps))) {
+      return {taps, results, taps * results, 0, axis.step};
     }
-    places.count = Max(1, Min(places.period, axis.taps)) * places.size;
-    return places;
+    return {period, size, Min(period, taps) * size, axis.tap_step, axis.step};
   }
 
   int64_t At(int64_t tap) const { return tap % period * size + Within(tap); }
   // The place among those that taps share.
   int64_t Within(int64_t tap) const { return tap * tap_step / step; }
+  // The first entry at the places of the first taps, of which each has places of its own.
+  int64_t FirstOf(int64_t tap, const Axis& axis) const {
+    return tap * axis.tap_step - Within(tap) * step;
+  }
 };
-
-inline int64_t CoveredPixels(const Axis& axis, int64_t count) {
-  return (count - 1) * axis.step + Max(0, axis.taps - 1) * axis.tap_step + 1;
-}
 
 template <typename S, typename A>
 inline void WidenRows(const S* from, int64_t rows, int64_t stride, int64_t fan, int64_t padded,

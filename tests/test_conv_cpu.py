@@ -151,3 +151,54 @@ def test_strides_beyond_taps_and_long_lines():
     np.testing.assert_allclose(dx[0, 0, 0], want, rtol=1e-5, atol=1e-5)
     assert not dx[0, 1].any()
     assert not dx[0, 0, 1].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dilation", [2**58, 2**56 - 3, 100_000])
+def test_taps_far_outside_of_the_image(dilation, dtype):
+    """Lines are copied with what taps read, which are pixels, and not all that lies between."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 5, 64)).astype(jnp.dtype(dtype))
+    kernel = rng.standard_normal((2, 64, 64)).astype(jnp.dtype(dtype))
+
+    def convolve(x, kernel):
+        return jaxops.conv1d(x, kernel, dilation=dilation, padding=((dilation, 0),))
+
+    got = on_cpu(vjp_of(convolve, (0, 1)), (x,), x, kernel)
+    zero = np.zeros((64, 64))
+    x64, tap = x.astype(np.float64), kernel[1].astype(np.float64)
+    dkernel = np.stack([zero, np.einsum("nti,nto->io", x64, x64)])
+    want = [x64 @ tap, x64 @ tap.T, dkernel]
+    assert_close(got, want, "far taps", dtype=dtype, terms=64)
+
+
+def test_strides_far_beyond_the_image():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 4, 64)).astype(np.float32)
+    kernel = rng.standard_normal((1, 64, 64)).astype(np.float32)
+    stride = 2**20
+    (y,) = on_cpu(
+        lambda x, kernel: jaxops.conv1d(x, kernel, strides=stride, padding=((0, 47 * stride),)),
+        x,
+        kernel,
+    )
+    assert y.shape == (1, 48, 64) and not y[:, 1:].any()
+    np.testing.assert_allclose(y[0, 0], x[0, 0] @ kernel[0], rtol=1e-5, atol=1e-5)
+
+
+def test_threads_do_not_show_where_entries_are_not_finite():
+    """Many calls have one thread each; what is not finite is summed in another way."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 28, 28, 64)).astype(jnp.bfloat16)
+    x[0, 6, :, 0] = np.nan
+    g = rng.standard_normal((1, 28, 28, 128)).astype(jnp.bfloat16)
+    like = jnp.zeros((3, 3, 64, 128), jnp.bfloat16)
+
+    def kernel_grad(x, g):
+        return jax.vjp(lambda kernel: jaxops.conv2d(x, kernel), like)[1](g)[0]
+
+    (one,) = on_cpu(kernel_grad, x, g)
+    (many,) = on_cpu(jax.vmap(kernel_grad), np.stack([x] * 64), np.stack([g] * 64))
+    assert np.isnan(one.astype(np.float32)).any() and np.isfinite(one.astype(np.float32)).any()
+    for other in many:
+        np.testing.assert_array_equal(other.view(np.uint16), one.view(np.uint16))

@@ -259,14 +259,10 @@ def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     return (x, kernel), of_sums, finish
 
 
-def _widest(arrays):
-    return max((a.dtype for a in arrays), key=lambda dtype: dtype.itemsize)
-
-
 def _runs_on_cpu(direction, options: Options, platform: str | None, *arrays) -> bool:
     """Whether a kernel of CPUs computes a call, whose sizes it needs to know."""
     return (
-        cpu_kernels.prefers(options, platform, direction, _widest(arrays))
+        cpu_kernels.prefers(options, platform, direction, arrays[0].dtype)
         and all(jnp.issubdtype(a.dtype, jnp.floating) for a in arrays)
         and not any(jax.export.is_symbolic_dim(n) for a in arrays for n in a.shape)
         and not choices.is_forced()
