@@ -28,8 +28,8 @@ bool AreMatricesPermitted() {
 #endif
 
 // How this processor multiplies bf16 fastest. Processors with AMX take longer for pairs than for
-// f32: (32,128,28,28,128,3) took 37.3 ms on two cores of an Intel Xeon, f32 20.9, and matrices take
-// 3.6 (docs/conv2d.md).
+// f32: (32,128,28,28,128,3) took 37.3 ms on two cores of an Intel Xeon, f32 24.0, and matrices take
+// 4.2 (docs/conv2d.md).
 Bf16Products FindBf16Products() {
 #if defined(JAXOPS_HAS_PAIRS)
   static const Bf16Products fastest = [] {
