@@ -118,7 +118,7 @@ Axis InputGradAxis(const Window& window, int64_t begin) {
   axis.taps = has_taps ? (window.taps - 1 - tap) / period + 1 : 0;
   axis.kernel_first = tap + (axis.taps - 1) * period;
   axis.kernel_step = -period;
-  axis.tap_step = period * window.dilation / stride;
+  axis.tap_step = window.dilation / std::gcd(stride, window.dilation);
   if (has_taps) axis.first = (begin + window.low - axis.kernel_first * window.dilation) / stride;
   return axis;
 }
@@ -142,10 +142,16 @@ void ForEachPhase(const Call& call, bool is_forward, F f) {
   }
 }
 
-// Whether groups are too small to be matrix products: their channels are lanes of vectors.
+// Whether groups are too small to be matrix products: their channels are lanes of vectors. Kernels
+// for these copy all that lies between taps, so these must not be far apart.
 bool AreGroupsSmall(const Call& call) {
   constexpr int64_t kMaxFan = 8;
-  return std::max(call.channels, call.outputs) <= kMaxFan * call.groups && call.groups > 1;
+  const auto is_near = [](const Window& window) {
+    const int64_t most = 2 * window.in + 64;
+    return window.stride <= most && window.dilation <= most / window.taps;
+  };
+  return std::max(call.channels, call.outputs) <= kMaxFan * call.groups && call.groups > 1 &&
+         std::all_of(std::begin(call.dims), std::end(call.dims), is_near);
 }
 
 // --- depthwise -----------------------------------------------------------------------------------

@@ -323,8 +323,8 @@ struct Reader {
     if (low < high) {
       const int64_t at = (first + low * step) * product.source_channels;
       CopyPixels(product.source_dtype, EntryAt(const_cast<void*>(line), at, product.source_dtype),
-                 step * product.source_channels, high - low, product.fan, layout.pixel,
-                 to + low * layout.pixel);
+                 high - low > 1 ? step * product.source_channels : 0, high - low, product.fan,
+                 layout.pixel, to + low * layout.pixel);
     }
     __builtin_memset(to, 0, low * layout.pixel * sizeof(E));
     __builtin_memset(to + high * layout.pixel, 0, (count - high) * layout.pixel * sizeof(E));

@@ -154,22 +154,45 @@ def test_strides_beyond_taps_and_long_lines():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("dilation", [2**58, 2**56 - 3, 100_000])
-def test_taps_far_outside_of_the_image(dilation, dtype):
+@pytest.mark.parametrize("groups", [1, 2, 64])
+@pytest.mark.parametrize("dilation", [2**58, 2**57, 2**56 - 3, 100_000])
+def test_taps_far_outside_of_the_image(dilation, groups, dtype):
     """Lines are copied with what taps read, which are pixels, and not all that lies between."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, 5, 64)).astype(jnp.dtype(dtype))
-    kernel = rng.standard_normal((2, 64, 64)).astype(jnp.dtype(dtype))
+    kernel = rng.standard_normal((2, 64 // groups, 64)).astype(jnp.dtype(dtype))
 
-    def convolve(x, kernel):
-        return jaxops.conv1d(x, kernel, dilation=dilation, padding=((dilation, 0),))
+    def convolve(x, kernel, **options):
+        return jaxops.conv1d(x, kernel, groups=groups, **options)
 
-    got = on_cpu(vjp_of(convolve, (0, 1)), (x,), x, kernel)
-    zero = np.zeros((64, 64))
-    x64, tap = x.astype(np.float64), kernel[1].astype(np.float64)
-    dkernel = np.stack([zero, np.einsum("nti,nto->io", x64, x64)])
-    want = [x64 @ tap, x64 @ tap.T, dkernel]
+    far = functools.partial(convolve, dilation=dilation, padding=((dilation, 0),))
+    got = on_cpu(vjp_of(far, (0, 1)), (x,), x, kernel)
+    near = functools.partial(convolve, padding=((0, 0),), implementation="xla")
+    want = jax.tree.leaves(on_reference(vjp_of(near, (0, 1)), (x,), x, kernel[1:]))
+    want[2] = np.concatenate([np.zeros_like(want[2]), want[2]])
     assert_close(got, want, "far taps", dtype=dtype, terms=64)
+
+
+@pytest.mark.parametrize("value", [None, np.nan])
+def test_many_lines_of_taps(value):
+    """Beyond 64, products of matrices would copy more lines than they multiply."""
+    rng = np.random.default_rng(0)
+    x, g = (rng.standard_normal((1, 40, 6, 32)).astype(jnp.bfloat16) for _ in range(2))
+    kernel = rng.standard_normal((65, 2, 32, 32)).astype(jnp.bfloat16)
+    if value is not None:
+        x[0, 20, 3, 5] = value
+    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NUMBERS}
+    ours = functools.partial(jaxops.conv_general_dilated, **options)
+    oracle = functools.partial(lax.conv_general_dilated, **options)
+    got = on_cpu(vjp_of(ours, (0, 1)), (g,), x, kernel)
+    want = jax.tree.leaves(on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel))
+    if value is None:
+        assert_close(got, want, "lines", dtype="bfloat16", terms=4 * kernel.size, roundings=1)
+    else:
+        assert not np.isnan(got[1].astype(np.float32)).any()
+        is_nan = np.isnan(got[2].astype(np.float32))
+        assert is_nan[:, :, 5].any()
+        assert not np.delete(is_nan, 5, axis=2).any()
 
 
 def test_strides_far_beyond_the_image():

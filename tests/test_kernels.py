@@ -119,10 +119,10 @@ def test_segments_keep_tensor_cores():
 @needs_module
 def test_long_filters_in_ntc_run_in_nct():
     """Where that is faster, by "A long filter in NTC" in docs/lightweight_conv.md."""
-    x = jax.ShapeDtypeStruct((2, 1024, 64), jnp.bfloat16)
 
-    def layout(taps, heads=64, **more):
-        weight = jax.ShapeDtypeStruct((heads, taps), jnp.bfloat16)
+    def layout(taps, heads=64, steps=1024, dtype=jnp.bfloat16, **more):
+        x = jax.ShapeDtypeStruct((128, steps, 64), dtype)
+        weight = jax.ShapeDtypeStruct((heads, taps), dtype)
 
         def total(x, weight):
             return jaxops.lightweight_conv(x, weight, **more).sum()
@@ -132,6 +132,9 @@ def test_long_filters_in_ntc_run_in_nct():
 
     assert layout(127) == layout(127, heads=8) == "NCT"
     assert layout(126) == layout(127, heads=4) == layout(127, dilation=2) == "NTC"
+    assert layout(127, steps=1025) == layout(127, steps=1028) == "NTC"
+    assert layout(191, steps=1028, dtype=jnp.float32) == "NCT"
+    assert layout(190, dtype=jnp.float32) == layout(191, steps=1025, dtype=jnp.float32) == "NTC"
 
 
 def test_unknown_device():

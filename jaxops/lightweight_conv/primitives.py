@@ -41,6 +41,9 @@ from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
 
+#: Entries of the smallest call in "NTC" that GPUs may compute in "NCT": all that were measured.
+_LEAST_IN_NCT = 2**22
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -106,15 +109,20 @@ def _is_faster_in_nct(x, weight, options, direction) -> bool:
     """
     steps, channels = x.shape[-2:]
     heads, taps = weight.shape[-2:]
-    if any(map(jax.export.is_symbolic_dim, (steps, channels, heads, taps))):
+    if any(map(jax.export.is_symbolic_dim, (*x.shape, heads, taps))):
         return False
     depth = channels // heads
+    is_16_bit = x.dtype.itemsize == 2
     if options.data_format == "NCT" or options.dilation > 1 or depth > 8 or x.dtype.itemsize > 4:
         return False
+    # In "NCT", rows of other sizes are not aligned, and have no tensor cores.
+    if steps % (8 if is_16_bit else 4) != 0 or x.size < _LEAST_IN_NCT:
+        return False
     if direction == "backward":
-        return taps >= 127 and steps >= 512
-    if x.dtype.itemsize == 2:
-        return taps >= 767 and steps >= 1024
+        return taps >= (127 if is_16_bit else 191) and steps >= 512
+    if is_16_bit:
+        has_tensor_cores = x.dtype == weight.dtype or x.dtype == jnp.bfloat16
+        return has_tensor_cores and taps >= 767 and steps >= 1024
     return taps >= 383 and depth == 1
 
 
