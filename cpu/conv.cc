@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/arrays.h"
+#include "cpu/bf16_products.h"
 #include "cpu/conv_depthwise_kernels.h"
 #include "cpu/conv_grad_kernels.h"
 #include "cpu/conv_kernels.h"
@@ -40,7 +41,9 @@ namespace {
 using im2col::kMaxDims;
 using im2col::Window;
 using jaxops::cpu::At;
+using jaxops::cpu::Bf16Products;
 using jaxops::cpu::CeilDiv;
+using jaxops::cpu::FindBf16Products;
 using jaxops::cpu::ParallelFor;
 using jaxops::cpu::RunTasks;
 
@@ -148,7 +151,7 @@ bool AreGroupsSmall(const Call& call) {
   constexpr int64_t kMaxFan = 8;
   const auto is_near = [](const Window& window) {
     const int64_t most = 2 * window.in + 64;
-    return window.stride <= most && window.dilation <= most / window.taps;
+    return window.stride <= most && window.dilation <= most / std::max<int64_t>(1, window.taps);
   };
   return std::max(call.channels, call.outputs) <= kMaxFan * call.groups && call.groups > 1 &&
          std::all_of(std::begin(call.dims), std::end(call.dims), is_near);
@@ -293,7 +296,7 @@ int64_t SpanOf(const Product& product) {
 void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
   const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
-  const Bf16Products bf16_products = kernels.bf16_products();
+  const Bf16Products bf16_products = FindBf16Products();
   const bool has_pairs = call.dtype == DType::kBF16 && bf16_products != Bf16Products::kFloat32;
   Product product = {};
   product.has_matrices = has_pairs && bf16_products == Bf16Products::kMatrices;
@@ -390,7 +393,7 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
 
   const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
   if (call.dtype == DType::kBF16) {
-    const Bf16Products bf16_products = kernels.bf16_products();
+    const Bf16Products bf16_products = FindBf16Products();
     // Tasks for matrices copy the lines of all taps, however few they have.
     constexpr int64_t kMaxTapLines = 64;
     const bool has_matrices = bf16_products == Bf16Products::kMatrices;
@@ -522,8 +525,6 @@ void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_f
 }
 
 }  // namespace
-
-bool HasBf16Matrices() { return BestKernels().bf16_products() == Bf16Products::kMatrices; }
 
 void RunForward(const Calls& calls, const ParallelFor& parallel_for) {
   Convolve(calls, /*is_forward=*/true, parallel_for);

@@ -34,10 +34,6 @@ struct Call {
 // Calls of the same sizes that differ in the arrays.
 using Calls = std::vector<Call>;
 
-// Whether this processor multiplies bf16 matrices and Linux permits this process to, which the
-// first call requests.
-bool HasBf16Matrices();
-
 void RunForward(const Calls& calls, const jaxops::cpu::ParallelFor& parallel_for);
 void RunInputGrad(const Calls& calls, const jaxops::cpu::ParallelFor& parallel_for);
 void RunKernelGrad(const Calls& calls, const jaxops::cpu::ParallelFor& parallel_for);

@@ -1,13 +1,6 @@
 #include "cpu/conv_kernels.h"
 
 #include <cstdint>
-#if defined(__AVX512F__)
-#include <cpuid.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
 
 #include "cpu/conv_products.h"
 
@@ -18,36 +11,6 @@ namespace {
 constexpr int64_t kPanelBytes = 512 * 1024;
 // Copies of lines that stay in a cache with a panel.
 constexpr int64_t kCopyBytes = 128 * 1024;
-
-#if defined(JAXOPS_HAS_MATRICES)
-// Asks Linux for the registers of matrices: every process has to.
-bool AreMatricesPermitted() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, since Linux 5.16
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-#endif
-
-// How this processor multiplies bf16 fastest. Processors with AMX take longer for pairs than for
-// f32: (32,128,28,28,128,3) took 37.3 ms on two cores of an Intel Xeon, f32 24.0, and matrices take
-// 4.2 (docs/conv2d.md).
-Bf16Products FindBf16Products() {
-#if defined(JAXOPS_HAS_PAIRS)
-  static const Bf16Products fastest = [] {
-    if (!__builtin_cpu_supports("avx512bf16")) return Bf16Products::kFloat32;
-    constexpr uint32_t kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
-    uint32_t eax, ebx, ecx, edx = 0;
-    __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx);
-    if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return Bf16Products::kPairs;
-#if defined(JAXOPS_HAS_MATRICES)
-    if (AreMatricesPermitted()) return Bf16Products::kMatrices;
-#endif
-    return Bf16Products::kFloat32;
-  }();
-  return fastest;
-#else
-  return Bf16Products::kFloat32;
-#endif
-}
 
 // Adds products of `kPixels` pixels with `kVectors` vectors of columns to `sums`, or sets them.
 template <int kPixels, int kVectors, typename A>
@@ -801,7 +764,7 @@ void AddParts(DType dtype, const void* sums, int64_t parts, int64_t part_stride,
 
 }  // namespace
 
-const Kernels kKernels = {kVectorBytes, kMaxVectors,   FindBf16Products, WidenTo, Pack,
-                          BlockLines,   MultiplySpace, Multiply,         AddParts};
+const Kernels kKernels = {kVectorBytes, kMaxVectors,   WidenTo,  Pack,
+                          BlockLines,   MultiplySpace, Multiply, AddParts};
 
 }  // namespace jaxops::conv::cpu::JAXOPS_ISA

@@ -22,10 +22,6 @@ inline constexpr int kMatrixRows = 16;
 inline constexpr int kMatrixEntries = 32;
 inline constexpr int kMatrixVectors = 2;
 
-// How bf16 is multiplied: as f32, by the processor's sums of two products, or by its products of
-// matrices.
-enum class Bf16Products { kFloat32, kPairs, kMatrices };
-
 // The forward product, or the input gradient at the pixels of some remainders by the strides.
 struct Product {
   Axis axes[im2col::kMaxDims];
@@ -37,7 +33,7 @@ struct Product {
   int64_t fan;      // source channels of a group
   int64_t columns;  // result channels of a group
   DType source_dtype;
-  DType dtype;        // of factors: f32 or f64, or bf16 but for `Bf16Products::kFloat32`
+  DType dtype;        // of factors: f32 or f64, or bf16 (see bf16_products.h)
   bool has_matrices;  // whether bf16 products are those of matrices
   int max_vectors;    // of a panel
   bool is_merged;     // whether a segment has all taps of the last dimension
@@ -74,8 +70,7 @@ struct Panel {
 
 struct Kernels {
   int64_t vector_bytes;
-  int max_vectors;                  // of a panel, but for products of matrices
-  Bf16Products (*bf16_products)();  // of this processor
+  int max_vectors;  // of a panel, but for products of matrices
   // Copies 16-bit entries to f32.
   void (*widen)(DType dtype, const void* from, int64_t count, void* to);
   // Fills panel.packed and sets panel.is_finite.

@@ -2,7 +2,7 @@
 #include <nanobind/ndarray.h>
 
 #include "common/fast_divide.h"
-#include "cpu/conv.h"
+#include "cpu/bf16_products.h"
 #include "cpu/isa.h"
 #include "ffi/module.h"
 
@@ -30,7 +30,8 @@ NB_MODULE(_cpu, module) {
   }
   DefineCommon(module, "C++ for " JAXOPS_CPU_ISAS);
   module.attr("CPU_ONLY") = JAXOPS_CPU_ONLY;
-  module.def("has_bf16_matrices", &conv::cpu::HasBf16Matrices);
+  module.def("has_bf16_matrices",
+             [] { return cpu::FindBf16Products() == cpu::Bf16Products::kMatrices; });
   // A converted array would be a copy, and the caller would not see its quotients.
   const auto numbers = nanobind::arg("numbers").noconvert();
   module.def("divide_in_place", &DivideInPlace<uint32_t>, numbers, nanobind::arg("divisor"));
