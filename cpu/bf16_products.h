@@ -4,15 +4,14 @@
 
 #include <cstdint>
 
-// As the kernels of AVX-512 are compiled: see cpu/conv_products.h.
-#if defined(JAXOPS_HAS_AVX512) && (defined(__clang__) || __GNUC__ >= 10)
-#define JAXOPS_FINDS_PAIRS 1
+#include "cpu/isa.h"
+
+#if defined(JAXOPS_HAS_AVX512) && defined(JAXOPS_COMPILES_PAIRS)
 #include <cpuid.h>
-#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
-#define JAXOPS_FINDS_MATRICES 1
+#endif
+#if defined(JAXOPS_HAS_AVX512) && defined(JAXOPS_COMPILES_MATRICES)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 #endif
 
 namespace jaxops::cpu {
@@ -24,14 +23,14 @@ enum class Bf16Products { kFloat32, kPairs, kMatrices };
 // (32,128,28,28,128,3) took 37.3 ms on two cores of an Intel Xeon, f32 24.0, and matrices take 4.2
 // (docs/conv2d.md). Linux has to permit matrices to a process, and the first call requests it.
 inline Bf16Products FindBf16Products() {
-#if defined(JAXOPS_FINDS_PAIRS)
+#if defined(JAXOPS_HAS_AVX512) && defined(JAXOPS_COMPILES_PAIRS)
   static const Bf16Products fastest = [] {
     if (!__builtin_cpu_supports("avx512bf16")) return Bf16Products::kFloat32;
     constexpr uint32_t kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
     uint32_t eax, ebx, ecx, edx = 0;
     __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx);
     if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return Bf16Products::kPairs;
-#if defined(JAXOPS_FINDS_MATRICES)
+#if defined(JAXOPS_COMPILES_MATRICES)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, since Linux 5.16
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return Bf16Products::kMatrices;
 #endif

@@ -402,8 +402,8 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   }
   const int64_t segments = product.segments();
   // Rows of a task, and bytes of sums that a cache holds: with all segments, a task reads its spans
-  // once. Copies for matrices take as long as two of their products, so they are shared by many
-  // columns; processors that have them have caches of 2 MiB.
+  // once. Its copies for matrices are shared by many columns; processors that have matrices have
+  // caches of 2 MiB.
   const int64_t max_rows = product.has_matrices ? 64 : 96;
   const int64_t sum_bytes = (product.has_matrices ? 512 : 256) * 1024;
   const int64_t max_vectors = product.has_matrices ? (segments == 1 ? 16 : 8) : kernels.max_vectors;
@@ -418,7 +418,8 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const int64_t max_segments =
       std::max<int64_t>(1, sum_bytes / std::max<int64_t>(1, tile_vectors * kernels.vector_bytes));
   const int64_t passes = CeilDiv(segments, max_segments);
-  // A part sums over enough windows that writing its sums takes little of its time.
+  // A part sums over enough windows that writing its sums takes little of its time. Matrices with
+  // 1024 windows took 5.4 ms where 4096 take 4.1 (docs/conv2d.md).
   const int64_t min_windows = product.has_matrices ? 4096 : 1024;
   const int64_t spans = product.images * d0.out * d1.out * product.spans();
   const int64_t pass_vectors = product.span * tile_vectors * CeilDiv(segments, passes);

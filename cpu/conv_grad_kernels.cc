@@ -573,9 +573,9 @@ struct MatrixSpace {
   float* sums;         // (segments, rows / 32, columns / 32, 32, 32)
 };
 
-// The kernel gradient by products of matrices: their rows are channels, or channels at a tap, their
-// columns outputs, and they sum over the windows of some lines. Windows are joined as pixels of a
-// padded line are, with cotangents of zero where no window begins.
+// Products of matrices for the kernel gradient: rows are channels, or channels at a tap, columns
+// are outputs, and sums are over the windows of some lines. Windows follow one another as the
+// pixels of a padded line do, with cotangents of zero where no window begins.
 struct MatrixGrad {
   static constexpr int64_t kTileRows = kTileMatrices * kMatrixRows;
   static constexpr int64_t kTileColumns = kMatrixVectors * kLanes<float>;
@@ -605,21 +605,22 @@ struct MatrixGrad {
 
   // How entries of the source lie in a row.
   struct RowLayout {
-    Places lines;
-    Places pixels;  // of a line
-    int64_t line;   // between lines
-    int64_t plane;  // between taps of a line that share no pixels
-    int64_t pitch;  // between rows
+    TapLayout lines;
+    TapLayout pixels;  // of a line
+    int64_t line;      // between lines
+    int64_t plane;     // between taps of a line that share no pixels
+    int64_t pitch;     // between rows
   };
 
   static int64_t BlockLines(const Product& product) {
-    constexpr int64_t kMaxWindows = 256;
+    constexpr int64_t kMaxWindows = 256;  // whose operands the first cache holds
     const int64_t lines = Max(1, product.dims[1].out);
     const int64_t most = Min(lines, kMaxWindows / product.span);
     if (product.spans() > 1 || most <= 1) return 1;
     const int64_t joined = CeilDiv(lines, CeilDiv(lines, most));
     // Joined lines have what lies between them, and single ones are filled up and read sums more
-    // often, which takes as long as about 64 windows.
+    // often. With a line at a time, a dilation of 12 took 9.7 ms, and 6.9 takes this choice
+    // (docs/conv2d.md).
     constexpr int64_t kSumWindows = 64;
     const int64_t single = CeilDiv(product.span, kMatrixEntries) * kMatrixEntries + kSumWindows;
     return JoinedWindows(product, joined) + kSumWindows < joined * single ? joined : 1;
@@ -627,7 +628,7 @@ struct MatrixGrad {
 
   static int64_t LineStep(const Product& product) {
     return product.is_merged ? product.span
-                             : Places::Of(AxisOf(product.dims[2]), product.span).size;
+                             : TapLayout::Of(AxisOf(product.dims[2]), product.span).size;
   }
 
   // Windows of some joined lines, in whole matrices.
@@ -638,8 +639,8 @@ struct MatrixGrad {
 
   static RowLayout LayoutOf(const Product& product) {
     RowLayout layout;
-    layout.lines = Places::Of(AxisOf(product.dims[1]), BlockLines(product));
-    layout.pixels = Places::Of(AxisOf(product.dims[2]), product.span);
+    layout.lines = TapLayout::Of(AxisOf(product.dims[1]), BlockLines(product));
+    layout.pixels = TapLayout::Of(AxisOf(product.dims[2]), product.span);
     layout.line = LineStep(product);
     layout.plane = layout.lines.count * layout.line;
     // Whole matrices are read from every tap on. An odd number of cache lines spreads rows over all
@@ -658,12 +659,12 @@ struct MatrixGrad {
     return space.sums + ((segment * RowTiles() + row_tile) * ColumnTiles() + column_tile) * kTile;
   }
 
-  // The sum of a row and an output, whose place in a tile is that of its pairs.
+  // The sum of a row and an output, whose column in a tile is that of its pairs.
   float* SumOf(int64_t segment, int64_t row, int64_t output) const {
     const int64_t column = output % kTileColumns;
-    const int64_t place = column % 8 / 4 * kLanes<float> + column / 8 * 4 + column % 4;
+    const int64_t lane = column % 8 / 4 * kLanes<float> + column / 8 * 4 + column % 4;
     return SumsOf(segment, row / kTileRows, output / kTileColumns) +
-           row % kTileRows * kTileColumns + place;
+           row % kTileRows * kTileColumns + lane;
   }
 
   Block BlockAt(int64_t index) const {
@@ -824,13 +825,13 @@ struct MatrixGrad {
         bool is_finite = are_finite;
         __builtin_memset(space.is_copied, 0, layout.lines.count);
         for (int64_t tap = 0; tap < d1.taps; ++tap) {
-          const int64_t place = layout.lines.At(tap);
+          const int64_t first_line = layout.lines.At(tap);
           const int64_t in1 = block.line * d1.stride + tap * d1.dilation - d1.low;
           for (int64_t line = 0; line < block.lines; ++line) {
-            if (space.is_copied[place + line]) continue;
-            space.is_copied[place + line] = true;
+            if (space.is_copied[first_line + line]) continue;
+            space.is_copied[first_line + line] = true;
             is_finite &= CopyLine(layout, block, in0, in1 + line * d1.stride,
-                                  space.source + (place + line) * layout.line);
+                                  space.source + (first_line + line) * layout.line);
           }
         }
         if (is_finite) AddSegments(layout, windows, begin, end);

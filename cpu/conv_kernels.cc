@@ -123,7 +123,7 @@ int64_t PixelEntries(const Product& product) {
 // Pixels of the source in the copy of a line that is not expanded, or before it is.
 int64_t CopiedPixels(const Product& product, int64_t count) {
   const Axis& axis = product.axes[2];
-  if (!product.is_merged) return Places::Of(axis, count).count;
+  if (!product.is_merged) return TapLayout::Of(axis, count).count;
   if (axis.step > axis.taps) return 0;
   return CeilDiv((count - 1) * axis.step + axis.taps, axis.step) * axis.step;
 }
@@ -173,8 +173,8 @@ template <typename E>
 int64_t Lay(const Product& product, char* memory, Space<E>& space) {
   const Axis* axes = product.axes;
   const Layout layout = LayoutOfCopies(product, product.span);
-  const int64_t places = Places::Of(axes[1], product.lines).count;
-  const int64_t copy = axes[0].taps * places * layout.line;
+  const int64_t lines = TapLayout::Of(axes[1], product.lines).count;
+  const int64_t copy = axes[0].taps * lines * layout.line;
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     char* at = memory + used;
@@ -186,7 +186,7 @@ int64_t Lay(const Product& product, char* memory, Space<E>& space) {
   space.copy = reinterpret_cast<E*>(take((copy + after) * sizeof(E)));
   space.line = reinterpret_cast<E*>(take(
       IsExpanded(product) ? CopiedPixels(product, product.span) * layout.pixel * sizeof(E) : 0));
-  space.is_copied = take(places);
+  space.is_copied = take(lines);
   space.segments = reinterpret_cast<Segment<E>*>(take(product.segments() * sizeof(Segment<E>)));
   // A segment of a single pixel may be cut in two, with a row of pairs of its own.
   int64_t rows = 0, sums = 0;
@@ -211,7 +211,7 @@ template <typename E>
 struct Reader {
   const Product& product;
   const Space<E>& space;
-  const Places places = Places::Of(product.axes[1], product.lines);
+  const TapLayout lines = TapLayout::Of(product.axes[1], product.lines);
   int64_t segments = 0;
   Layout layout = {};
   bool is_copied = false;
@@ -232,32 +232,32 @@ struct Reader {
     for (int64_t t0 = 0; t0 < axes[0].taps; ++t0) {
       const int64_t in0 = axes[0].first + block.at0 * axes[0].step + t0 * axes[0].tap_step;
       if (in0 < 0 || in0 >= axes[0].size) continue;
-      if (is_copied) __builtin_memset(space.is_copied, 0, places.count);
+      if (is_copied) __builtin_memset(space.is_copied, 0, lines.count);
       for (int64_t t1 = 0; t1 < axes[1].taps; ++t1) {
         const int64_t in1 = axes[1].first + block.line * axes[1].step + t1 * axes[1].tap_step;
         const E* source;
         if (is_copied) {
-          const int64_t place = places.At(t1);
+          const int64_t first_line = lines.At(t1);
           for (int64_t line = 0; line < block.lines; ++line) {
-            if (space.is_copied[place + line]) continue;
-            space.is_copied[place + line] = true;
+            if (space.is_copied[first_line + line]) continue;
+            space.is_copied[first_line + line] = true;
             CopyLine(block, in0, in1 + line * axes[1].step, channel,
-                     plane + (place + line) * layout.line);
+                     plane + (first_line + line) * layout.line);
           }
-          source = plane + place * layout.line;
+          source = plane + first_line * layout.line;
         } else {
           if (in1 < 0 || in1 >= axes[1].size) continue;
           source = static_cast<const E*>(product.sources[block.image]) + channel +
                    ((in0 * axes[1].size + in1) * axes[2].size + FirstIn(block)) * layout.pixel;
         }
-        const Places pixels = Places::Of(axes[2], block.count);
+        const TapLayout pixels = TapLayout::Of(axes[2], block.count);
         for (int64_t t2 = 0; t2 < taps2; ++t2) {
           const int64_t index = (t0 * axes[1].taps + t1) * taps2 + t2;
           const int64_t at = is_copied ? pixels.At(t2) : t2 * axes[2].tap_step;
           space.segments[segments++] = {source + at * layout.pixel, index, {t0, t1, t2}};
         }
       }
-      plane += places.count * layout.line;
+      plane += lines.count * layout.line;
     }
   }
 
@@ -304,10 +304,10 @@ struct Reader {
       line = EntryAt(const_cast<void*>(product.sources[block.image]), at, product.source_dtype);
     }
     if (!product.is_merged) {
-      const Places places = Places::Of(axis, block.count);
-      for (int64_t tap = 0; tap < Min(places.period, axis.taps); ++tap) {
-        CopyPart(line, first + places.FirstOf(tap, axis), axis.step, places.size,
-                 to + tap * places.size * layout.pixel);
+      const TapLayout pixels = TapLayout::Of(axis, block.count);
+      for (int64_t tap = 0; tap < Min(pixels.period, axis.taps); ++tap) {
+        CopyPart(line, first + pixels.FirstOf(tap, axis), axis.step, pixels.size,
+                 to + tap * pixels.size * layout.pixel);
       }
       return;
     }
@@ -493,10 +493,10 @@ struct Multiplier {
     const Axis* axes = product.axes;
     const int64_t columns = Min(kWidth, product.columns - panel.first_column);
     const int64_t channel = panel.group * product.columns + panel.first_column;
-    const int64_t places[] = {block.at0, block.line + first.line, block.low + first.at};
+    const int64_t indices[] = {block.at0, block.line + first.line, block.low + first.at};
     int64_t at = 0;
     for (int d = 0; d < im2col::kMaxDims; ++d) {
-      at = at * axes[d].result_size + axes[d].result_first + places[d] * axes[d].result_step;
+      at = at * axes[d].result_size + axes[d].result_first + indices[d] * axes[d].result_step;
     }
     void* to = EntryAt(product.results[block.image], at * product.result_channels + channel,
                        product.finish.dtype);
@@ -524,7 +524,7 @@ int64_t BlockLines(const Product& product) {
   const int64_t line = LayoutOfCopies(product, product.span).line * entry * axes[0].taps;
   int64_t lines = 1;
   while (lines < axes[1].count && (lines + 1) * product.span <= kMaxPixels &&
-         Places::Of(axes[1], lines + 1).count * line <= kCopyBytes) {
+         TapLayout::Of(axes[1], lines + 1).count * line <= kCopyBytes) {
     ++lines;
   }
   return CeilDiv(axes[1].count, CeilDiv(axes[1].count, lines));

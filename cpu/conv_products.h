@@ -9,6 +9,7 @@
 #include "cpu/conv_axes.h"
 #include "cpu/conv_kernels.h"
 #include "cpu/conv_results.h"
+#include "cpu/isa.h"
 #include "cpu/simd.h"
 
 namespace jaxops::conv::cpu::JAXOPS_ISA {
@@ -67,7 +68,7 @@ JAXOPS_ALWAYS_INLINE void StoreSums(const V (&total)[kRows][kVectors], void* sum
   }
 }
 
-#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
+#if defined(__AVX512F__) && defined(JAXOPS_COMPILES_PAIRS)
 #define JAXOPS_HAS_PAIRS 1
 // For functions that need more than the features of their file: `FindBf16Products` is asked before
 // they are called.
@@ -120,7 +121,7 @@ JAXOPS_PAIRS_TARGET void AddPairs(const Factors<BFloat>* factors, int64_t count,
 }
 #endif
 
-#if defined(JAXOPS_HAS_PAIRS) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if defined(JAXOPS_HAS_PAIRS) && defined(JAXOPS_COMPILES_MATRICES)
 #define JAXOPS_HAS_MATRICES 1
 #define JAXOPS_MATRICES_TARGET \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
@@ -226,17 +227,17 @@ inline int64_t GreatestCommonDivisor(int64_t a, int64_t b) {
   return a;
 }
 
-// Where entries of the source along a dimension are copied to, so that those of all results for a
-// tap follow one another. Taps may share entries if their distance is a multiple of the step of
-// results, and do so if that takes fewer places.
-struct Places {
+// How entries of the source along a dimension are copied: those of all results for a tap follow one
+// another. Taps may share entries if their distance is a multiple of the step of results, and do so
+// if that takes fewer copies.
+struct TapLayout {
   int64_t period;  // of taps that share entries
   int64_t size;    // between taps that do not
   int64_t count;
   int64_t tap_step;
   int64_t step;
 
-  static Places Of(const Axis& axis, int64_t results) {
+  static TapLayout Of(const Axis& axis, int64_t results) {
     const int64_t taps = Max(1, axis.taps);
     const int64_t period = axis.step / GreatestCommonDivisor(axis.step, axis.tap_step);
     const int64_t size = results + (taps - 1) * axis.tap_step / axis.step;
@@ -248,9 +249,9 @@ struct Places {
   }
 
   int64_t At(int64_t tap) const { return tap % period * size + Within(tap); }
-  // The place among those that taps share.
+  // The copy among those that taps share.
   int64_t Within(int64_t tap) const { return tap * tap_step / step; }
-  // The first entry at the places of the first taps, of which each has places of its own.
+  // The first entry that is copied for a tap that shares entries with none before it.
   int64_t FirstOf(int64_t tap, const Axis& axis) const {
     return tap * axis.tap_step - Within(tap) * step;
   }

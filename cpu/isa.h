@@ -48,6 +48,14 @@ const Kernels* BestOf(const Kernels* baseline, const Kernels* avx2, const Kernel
 #define JAXOPS_IF_AVX512(kernels) nullptr
 #endif
 
+// Whether the compiler has the instructions of AVX512_BF16, and those of AMX on Linux.
+#if defined(__clang__) || __GNUC__ >= 10
+#define JAXOPS_COMPILES_PAIRS 1
+#endif
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define JAXOPS_COMPILES_MATRICES 1
+#endif
+
 // JAXOPS_DECLARE_KERNELS declares the Kernels of an operator in its namespace, one for each
 // instruction set. JAXOPS_DEFINE_BEST_KERNELS defines the function that returns the best of them.
 // There always is one: without it the module is not imported. No file that is compiled for one of
