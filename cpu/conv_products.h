@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/im2col.h"
 #include "common/types.h"
 #include "cpu/conv_axes.h"
 #include "cpu/conv_kernels.h"
@@ -297,6 +298,21 @@ inline void CopyPixels(DType, const void* from, int64_t stride, int64_t pixels, 
   WidenRows(static_cast<const BFloat*>(from), pixels, stride, count, width, to);
 }
 #endif
+
+// Windows [low, high) whose tap is in the image.
+struct Range {
+  int64_t low, high;
+};
+
+JAXOPS_ALWAYS_INLINE Range WindowsOf(const im2col::Window& window, int64_t tap) {
+  const int64_t first = tap * window.dilation - window.low;
+  Range range;
+  range.low = first < 0 ? CeilDiv(-first, window.stride) : 0;
+  range.high = first < window.in ? CeilDiv(window.in - first, window.stride) : 0;
+  range.high = Min(range.high, window.out);
+  range.low = Min(range.low, range.high);
+  return range;
+}
 
 // Calls f with a number of vectors as a compile-time constant.
 template <typename F>
