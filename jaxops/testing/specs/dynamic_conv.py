@@ -274,7 +274,7 @@ def make_spec(
         vjp_terms=gradient_terms,
         # The value before the activation, the activation's derivative, and their product.
         vjp_roundings=3 if activation else 0,
-        vjp_bitwise=activation is None,  # XLA computes the derivative of the activation
+        vjp_bitwise=activation != "silu",  # XLA computes its derivative
         placements=_placements(swap, large_heads, names, parts),
         empty={
             "no batch": functools.partial(arrays, batch=0),
