@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/arrays.h"
@@ -102,11 +103,15 @@ class SigmoidEntry {
  private:
   const A* SoftTargets(const Kernels& kernels, int64_t begin, int64_t end, A* target) const {
     const int64_t count = end - begin;
-    const void* from = At(args_.labels, labels_ + begin, args_.label_dtype);
-    if (args_.label_dtype == DType::kF64) {
-      std::copy_n(static_cast<const double*>(from), count, target);
+    constexpr DType kArithmetic = std::is_same_v<A, double> ? DType::kF64 : DType::kF32;
+    const DType dtype = args_.targets == Targets::kLogits ? args_.dtype : kArithmetic;
+    if (args_.targets == Targets::kBool) {
+      const auto* from = static_cast<const uint8_t*>(args_.labels) + labels_ + begin;
+      std::transform(from, from + count, target, [](uint8_t y) { return y != 0 ? A(1) : A(0); });
+    } else if (dtype == DType::kF64) {
+      std::copy_n(static_cast<const double*>(args_.labels) + labels_ + begin, count, target);
     } else {
-      kernels.widen({args_.label_dtype, count, from, target});
+      kernels.widen({dtype, count, At(args_.labels, labels_ + begin, dtype), target});
     }
     std::fill_n(target + count, kMaxLanes, A(0));
     return target;

@@ -30,6 +30,7 @@ namespace {
 namespace xf = xla::ffi;
 using jaxops::focal_loss::Sigmoid;
 using jaxops::focal_loss::Softmax;
+using jaxops::focal_loss::Targets;
 
 constexpr char kSigmoid[] = "sigmoid_focal_loss";
 constexpr char kSoftmax[] = "softmax_focal_loss";
@@ -131,11 +132,12 @@ xf::Error RunSigmoid(Context context, const SigmoidAttributes& attributes,
   const Dimensions classes = all.last(1);
   const xf::DataType arithmetic = ArithmeticType(call.dtype);
 
-  call.soft = buffers.labels.element_type() != xf::DataType::S32;
-  call.label_dtype = ToDType(buffers.labels.element_type()).value_or(call.dtype);
-  const xf::DataType label_type = !call.soft                       ? xf::DataType::S32
-                                  : call.label_dtype == call.dtype ? buffers.logits.element_type()
-                                                                   : arithmetic;
+  xf::DataType label_type = buffers.labels.element_type();
+  call.soft = label_type != xf::DataType::S32;
+  call.targets = label_type == xf::DataType::PRED ? Targets::kBool
+                 : label_type == arithmetic       ? Targets::kArithmetic
+                                                  : Targets::kLogits;
+  if (call.soft && call.targets == Targets::kLogits) label_type = buffers.logits.element_type();
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "labels", buffers.labels, batch, call.soft ? all : rows, label_type));
   JAXOPS_RETURN_IF_ERROR(

@@ -217,7 +217,7 @@ def focal_losses(gammas, z, labels, soft, weight):
             gamma=gamma,
             sample_weight=weight,
             reduction=reduction,
-            ignore_index=None if jnp.issubdtype(labels.dtype, jnp.floating) else 1,
+            ignore_index=1 if labels.dtype == jnp.int32 else None,
         )
 
     def softmax(z, labels, weight, gamma, reduction="none"):
@@ -227,18 +227,20 @@ def focal_losses(gammas, z, labels, soft, weight):
 
     results = {}
     for gamma in gammas:
-        for name, y in (("hard", labels), ("soft", soft)):
+        for name, y, w in (
+            ("hard", labels, weight[0]),
+            ("soft", soft, weight[0]),
+            ("boolean", soft > 0.5, None),
+        ):
             sigmoid_of = functools.partial(sigmoid, gamma=gamma)
             scaled = jax.grad(lambda z, y, w, f=sigmoid_of: 0.5 * f(z, y, w))
             results[gamma, name] = {
-                "loss": sigmoid_of(z[0], y[0], weight[0], reduction="none"),
-                "both": jax.value_and_grad(sigmoid_of)(z[0], y[0], weight[0]),
-                "scaled gradient": scaled(z[0], y[0], weight[0]),
-                "vmap": jax.vmap(sigmoid_of, (0, 0, None))(z, y, weight[0]),
-                "vmap of both": jax.vmap(jax.value_and_grad(sigmoid_of), (0, 0, None))(
-                    z, y, weight[0]
-                ),
-                "vmap of a gradient": jax.vmap(scaled, (0, 0, None))(z, y, weight[0]),
+                "loss": sigmoid_of(z[0], y[0], w, reduction="none"),
+                "both": jax.value_and_grad(sigmoid_of)(z[0], y[0], w),
+                "scaled gradient": scaled(z[0], y[0], w),
+                "vmap": jax.vmap(sigmoid_of, (0, 0, None))(z, y, w),
+                "vmap of both": jax.vmap(jax.value_and_grad(sigmoid_of), (0, 0, None))(z, y, w),
+                "vmap of a gradient": jax.vmap(scaled, (0, 0, None))(z, y, w),
             }
         softmax_of = functools.partial(softmax, gamma=gamma)
         total = functools.partial(softmax_of, reduction="sum")
@@ -275,6 +277,7 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
         for name, y, w in (
             ("hard", one_hot, weight[:1, :, None] * counted),
             ("soft", soft, weight[:1, :, None]),
+            ("boolean", (soft > 0.5).astype(np.float64), np.ones((1, 1, 1))),
         ):
             loss, slope = sigmoid(y, w, gamma)
             results[gamma, name] = {

@@ -101,8 +101,8 @@ def sigmoid_focal_loss(
     logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
     labels = call.labels
     if call.soft and labels.dtype != logits.dtype:
-        # Integers and booleans are 0 or 1, in any dtype.
-        labels = labels.astype(dtype if labels.dtype in checks.FLOATS else logits.dtype)
+        # Integers are 0 or 1, for which kernels read a byte.
+        labels = labels.astype(dtype if labels.dtype in checks.FLOATS else np.bool_)
     operands = [
         logits,
         labels,

@@ -71,10 +71,12 @@ def _conv(name, x, kernel, dtypes=FEW, function=jaxops.conv2d, **options):
     )
 
 
-def _loss(function, name, rows, classes, dtypes=FEW, soft=False, **options):
+def _loss(function, name, rows, classes, dtypes=FEW, targets=None, **options):
     def arguments(d):
-        labels = _array(rows, classes, dtype=d) if soft else _array(rows, dtype=jnp.int32)
-        return _array(rows, classes, dtype=d), labels
+        if targets is None:
+            return _array(rows, classes, dtype=d), _array(rows, dtype=jnp.int32)
+        of_logits = _array(rows, classes, dtype=d if targets == "floats" else targets)
+        return _array(rows, classes, dtype=d), of_logits
 
     options = {"reduction": "none", **options}
     return Case(
@@ -336,7 +338,12 @@ CASES = (
     _dynamic("NCT, 4 taps", (1, 512, 2048), 8, 4, data_format="NCT"),
     _sigmoid("80 classes", 100_000, 80, FLOATS),
     _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),
-    _sigmoid("80 classes, soft labels", 100_000, 80, soft=True),
+    _sigmoid("80 classes, soft labels", 100_000, 80, targets="floats"),
+    _sigmoid("80 classes, soft labels, gamma 1.5", 100_000, 80, targets="floats", gamma=1.5),
+    _sigmoid("80 classes, soft labels, sum", 100_000, 80, targets="floats", reduction="sum"),
+    _sigmoid("80 classes, booleans, sum", 100_000, 80, FLOATS, targets=jnp.bool_, reduction="sum"),
+    _sigmoid("80 classes, integers", 100_000, 80, targets=jnp.int32),
+    _sigmoid("1 class, booleans", 1_000_000, 1, targets=jnp.bool_),
     _sigmoid("1 class, sum", 1_000_000, 1, reduction="sum"),
     _sigmoid("8 rows", 8, 80),
     _softmax("10 classes", 100_000, 10, FLOATS),

@@ -53,7 +53,7 @@ struct Row {
 };
 
 // Entry is a part of a batch entry, from the row of the element `begin` on; L is the type of
-// labels, int32_t for classes.
+// labels: int32_t for classes, uint8_t for booleans.
 template <typename T, typename L>
 class Entry {
  public:
@@ -144,6 +144,29 @@ __device__ __forceinline__ void StoreAll(T* to, const Accumulator<T> (&values)[k
   *reinterpret_cast<Vector<T, kCount>*>(to) = vector;
 }
 
+// LoadSome and StoreSome access all neighbours, or the first `left` of them.
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> LoadSome(const T* from, bool whole, int64_t left) {
+  if (whole) return LoadVector<kCount>(from);
+  Vector<T, kCount> vector;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) vector.values[k] = k < left ? from[k] : T{};
+  return vector;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[kCount], bool whole,
+                                          int64_t left) {
+  if (whole) {
+    StoreAll<T, kCount>(to, values);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (k < left) to[k] = Narrow<T>(values[k]);
+  }
+}
+
 // Leads says whether x is positive, without an f64 instruction; the answer for zero is arbitrary.
 __device__ __forceinline__ bool Leads(float x) { return x >= 0; }
 __device__ __forceinline__ bool Leads(double x) { return __double2hiint(x) >= 0; }
@@ -175,9 +198,26 @@ __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCoun
   }
 }
 
+// Boolean targets have the type of a byte.
+template <typename L>
+inline constexpr bool kIsBool = std::is_same_v<L, uint8_t>;
+
+template <typename A, typename L>
+__device__ __forceinline__ A ReadTarget(L target) {
+  if constexpr (kIsBool<L>) {
+    return target != 0 ? A(1) : A(0);
+  } else {
+    return static_cast<A>(Widen(target));
+  }
+}
+
+// SoftLabels says which labels the code serves: any; any, of which most are 0 or 1; or those alone.
+// Labels 0 and 1 need neither a logarithm nor a division, and have the same bits without.
+enum class SoftLabels { kAny, kMayBeHard, kAreHard };
+
 // EvaluateSoft computes the loss and the slope for targets between 0 and 1; `small` and `big` are
 // the parts of y and 1 - y that weigh the less and the more probable of the two answers.
-template <bool kSlope, typename A, int kCount>
+template <bool kSlope, SoftLabels kLabels, typename A, int kCount>
 __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const A (&y)[kCount],
                                              const A (&factor)[kCount], Power power, A gamma) {
@@ -192,7 +232,9 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
     const A log1p = Log1p(e[k], inverse * e[k], A(0));
     scaled[k] = inverse * sum;
     entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
-    const double log_sum = power == Power::kAny ? log(static_cast<double>(sum)) : 0;
+    bool has_log = power == Power::kAny && kLabels != SoftLabels::kAreHard;
+    if (kLabels == SoftLabels::kMayBeHard) has_log = has_log && small != 0 && big != 0;
+    const double log_sum = has_log ? log(static_cast<double>(sum)) : 0;
     log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
     log_low[k] = (big == 0 ? A(0) : static_cast<A>(log_sum - log_high[k])) - log1p;
   }
@@ -205,7 +247,10 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
       const A inverse = Reciprocal(1 + e[k]);
       const A small = z[k] >= 0 ? y[k] : 1 - y[k];
       const A big = z[k] >= 0 ? 1 - y[k] : y[k];
-      const A share = big == 0 ? inverse : inverse * e[k] / (small * e[k] + big);
+      const A rest = inverse * e[k];
+      const A share = big == 0                          ? inverse
+                      : kLabels == SoftLabels::kAreHard ? rest
+                                                        : rest / (small * e[k] + big);
       const A by_entropy = inverse * (z[k] >= 0 ? big - small * e[k] : small * e[k] - big);
       slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
     }
@@ -377,6 +422,13 @@ cudaError_t DispatchUpToF32(DType dtype, Function&& function) {
       return function(logit);
     }
   });
+}
+
+// DispatchTargets calls `function` with a value of the type of soft labels of logits of type T.
+template <typename T, typename Function>
+cudaError_t DispatchTargets(Targets targets, Function&& function) {
+  if (targets == Targets::kBool) return function(uint8_t());
+  return targets == Targets::kLogits ? function(T()) : function(Accumulator<T>());
 }
 
 // DispatchPower calls `function` with the code of the exponent as a constant.

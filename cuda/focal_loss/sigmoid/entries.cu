@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) ManyEntries(const __grid_constant__ 
         factor[k] = target[k] ? terms[k].positive : terms[k].negative;
         counts[k] = counts[k] && !(p.call.has_ignored && terms[k].label == p.call.ignored);
       } else {
-        y[k] = static_cast<A>(Widen(entry.labels[read]));
+        y[k] = ReadTarget<A>(entry.labels[read]);
         factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
       }
     }
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) ManyEntries(const __grid_constant__ 
       EvaluateHard<kSlope, true, kDigitsOf<T, kWant>>(loss, slope, z, target, factor, power,
                                                       entry.gamma);
     } else {
-      EvaluateSoft<kSlope>(loss, slope, z, y, factor, power, entry.gamma);
+      EvaluateSoft<kSlope, kIsBool<L> ? SoftLabels::kAreHard : SoftLabels::kAny>(
+          loss, slope, z, y, factor, power, entry.gamma);
     }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
@@ -108,8 +109,8 @@ cudaError_t LaunchManyEntries(cudaStream_t stream, const SigmoidCall& call, cons
   return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
     if (!call.loss.soft) return Launch<T, int32_t>(stream, call);
-    return call.loss.label_dtype == call.loss.dtype ? Launch<T, T>(stream, call)
-                                                    : Launch<T, Accumulator<T>>(stream, call);
+    return DispatchTargets<T>(
+        call.loss.targets, [&](auto target) { return Launch<T, decltype(target)>(stream, call); });
   });
 }
 

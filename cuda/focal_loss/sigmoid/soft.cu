@@ -1,30 +1,9 @@
-// This kernel computes the sigmoid focal loss of soft labels.
+// This kernel computes elementwise results of the sigmoid focal loss of soft labels that are
+// floats, and gradients with their sums.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
-
-template <typename T, int kCount>
-__device__ __forceinline__ Vector<T, kCount> LoadSome(const T* from, bool whole, int64_t left) {
-  if (whole) return LoadVector<kCount>(from);
-  Vector<T, kCount> vector;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) vector.values[k] = k < left ? from[k] : T{};
-  return vector;
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[kCount], bool whole,
-                                          int64_t left) {
-  if (whole) {
-    StoreAll<T, kCount>(to, values);
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    if (k < left) to[k] = Narrow<T>(values[k]);
-  }
-}
 
 // Soft is the kernel for soft labels.
 template <typename T, typename L, int kCount, Rows kRows, Want kWant>
@@ -68,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
       y[k] = static_cast<A>(Widen(labels.values[k]));
       factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
     }
-    EvaluateSoft<kSlope>(loss, slope, z, y, factor, p.call.power, entry.gamma);
+    EvaluateSoft<kSlope, SoftLabels::kAny>(loss, slope, z, y, factor, p.call.power, entry.gamma);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       if (k >= left) loss[k] = 0;
@@ -99,9 +78,13 @@ struct Plan {
 
 template <typename T, typename L, int kCount, Rows kRows>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments& segments) {
-  return DispatchWant(call.loss, [&](auto want) {
-    return LaunchSegments<Accumulator<T>>(Soft<T, L, kCount, kRows, want.value>, stream, call,
-                                          segments);
+  return DispatchWant(call.loss, [&](auto want) -> cudaError_t {
+    if constexpr (want.value == Want::kSum) {
+      return cudaErrorInvalidValue;
+    } else {
+      return LaunchSegments<Accumulator<T>>(Soft<T, L, kCount, kRows, want.value>, stream, call,
+                                            segments);
+    }
   });
 }
 
@@ -117,15 +100,18 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& pla
 }  // namespace
 
 bool CanRunSoft(const SigmoidCall& call, const Device& device) {
-  return call.loss.soft && Plan(call, device).segments.IsIndexable(call);
+  const Sigmoid& loss = call.loss;
+  const bool is_sum_alone = loss.loss == nullptr && loss.gradient == nullptr;
+  return loss.soft && loss.targets != Targets::kBool && !is_sum_alone &&
+         Plan(call, device).segments.IsIndexable(call);
 }
 
 cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device) {
   const Plan plan(call, device);
   return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    return call.loss.label_dtype == call.loss.dtype ? Launch<T, T>(stream, call, plan)
-                                                    : Launch<T, Accumulator<T>>(stream, call, plan);
+    return call.loss.targets == Targets::kLogits ? Launch<T, T>(stream, call, plan)
+                                                 : Launch<T, Accumulator<T>>(stream, call, plan);
   });
 }
 
