@@ -23,7 +23,7 @@ namespace jaxops::focal_loss {
 enum class Power : int32_t { kAny, kZero, kHalf, kOne, kTwo };
 
 // The type of soft labels: that of logits, the arithmetic type, or booleans of one byte.
-enum class Targets : int32_t { kLogits, kArithmetic, kBool };
+enum class TargetType : int32_t { kLogits, kArithmetic, kBool };
 
 // The id of class 0.
 inline constexpr int32_t kFirstClassId = 1;
@@ -48,9 +48,9 @@ struct Sigmoid {
   BatchMap<kOperands> batch;
   DType dtype;  // of logits and elementwise results
   Power power;
-  bool soft;         // labels are targets of each logit rather than classes
-  Targets targets;   // of soft labels
-  bool has_ignored;  // rows of label `ignored` are zero, whatever their logits
+  bool soft;               // labels are targets of each logit rather than classes
+  TargetType target_type;  // of soft labels
+  bool has_ignored;        // rows of label `ignored` are zero, whatever their logits
   int32_t ignored;
   const void* logits;
   const void* labels;        // int32 (rows,), or soft (rows, classes)

@@ -104,8 +104,8 @@ class SigmoidEntry {
   const A* SoftTargets(const Kernels& kernels, int64_t begin, int64_t end, A* target) const {
     const int64_t count = end - begin;
     constexpr DType kArithmetic = std::is_same_v<A, double> ? DType::kF64 : DType::kF32;
-    const DType dtype = args_.targets == Targets::kLogits ? args_.dtype : kArithmetic;
-    if (args_.targets == Targets::kBool) {
+    const DType dtype = args_.target_type == TargetType::kLogits ? args_.dtype : kArithmetic;
+    if (args_.target_type == TargetType::kBool) {
       const auto* from = static_cast<const uint8_t*>(args_.labels) + labels_ + begin;
       std::transform(from, from + count, target, [](uint8_t y) { return y != 0 ? A(1) : A(0); });
     } else if (dtype == DType::kF64) {

@@ -30,7 +30,7 @@ namespace {
 namespace xf = xla::ffi;
 using jaxops::focal_loss::Sigmoid;
 using jaxops::focal_loss::Softmax;
-using jaxops::focal_loss::Targets;
+using jaxops::focal_loss::TargetType;
 
 constexpr char kSigmoid[] = "sigmoid_focal_loss";
 constexpr char kSoftmax[] = "softmax_focal_loss";
@@ -134,10 +134,11 @@ xf::Error RunSigmoid(Context context, const SigmoidAttributes& attributes,
 
   xf::DataType label_type = buffers.labels.element_type();
   call.soft = label_type != xf::DataType::S32;
-  call.targets = label_type == xf::DataType::PRED ? Targets::kBool
-                 : label_type == arithmetic       ? Targets::kArithmetic
-                                                  : Targets::kLogits;
-  if (call.soft && call.targets == Targets::kLogits) label_type = buffers.logits.element_type();
+  call.target_type = label_type == xf::DataType::PRED ? TargetType::kBool
+                     : label_type == arithmetic       ? TargetType::kArithmetic
+                                                      : TargetType::kLogits;
+  if (call.soft && call.target_type == TargetType::kLogits)
+    label_type = buffers.logits.element_type();
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "labels", buffers.labels, batch, call.soft ? all : rows, label_type));
   JAXOPS_RETURN_IF_ERROR(

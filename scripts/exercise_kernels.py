@@ -231,6 +231,7 @@ def focal_losses(gammas, z, labels, soft, weight):
             ("hard", labels, weight[0]),
             ("soft", soft, weight[0]),
             ("boolean", soft > 0.5, None),
+            ("boolean, weighted", soft > 0.5, weight[0]),
         ):
             sigmoid_of = functools.partial(sigmoid, gamma=gamma)
             scaled = jax.grad(lambda z, y, w, f=sigmoid_of: 0.5 * f(z, y, w))
@@ -278,6 +279,7 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
             ("hard", one_hot, weight[:1, :, None] * counted),
             ("soft", soft, weight[:1, :, None]),
             ("boolean", (soft > 0.5).astype(np.float64), np.ones((1, 1, 1))),
+            ("boolean, weighted", (soft > 0.5).astype(np.float64), weight[:1, :, None]),
         ):
             loss, slope = sigmoid(y, w, gamma)
             results[gamma, name] = {

@@ -134,7 +134,14 @@ def _losses(function, dtype, sizes) -> Iterator[Case]:
 
 def sigmoid_focal_loss(dtype) -> Iterator[Case]:
     sizes = (1000, 80), (100_000, 1), (8, 80), (37, 13)
-    return _losses(jaxops.sigmoid_focal_loss, dtype, sizes)
+    yield from _losses(jaxops.sigmoid_focal_loss, dtype, sizes)
+    for shape in ((1000, 80), (37, 13), (1200, 3, 10)):
+        logits, values = normal(*shape, dtype=dtype), normal(*shape, dtype="float32")
+        for targets in (values > 0, np.clip(values, 0, 1).astype(dtype)):
+            for reduction in ("none", "sum"):
+                function = functools.partial(jaxops.sigmoid_focal_loss, reduction=reduction)
+                batched = function if len(shape) == 2 else jax.vmap(function)
+                yield batched, [logits, targets], (0,)
 
 
 def softmax_focal_loss(dtype) -> Iterator[Case]:

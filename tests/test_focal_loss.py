@@ -761,17 +761,25 @@ def test_weights_of_rows_without_a_class_do_not_matter(operator, platform):
     ("rows", "dtype"),
     [(3, "float32"), (700, "float32"), (5_000, "float32"), (131_077, "bfloat16")],
 )
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, dtype, platform):
+@pytest.mark.parametrize("kind", [*OPERATORS, "booleans", "soft"])
+def test_a_sum_under_vmap_is_that_of_its_entry(kind, rows, dtype, platform):
     """Entries of whole vectors have equal bits: the order of additions does not depend on vmap."""
     logits, labels = random_case(rows=3 * rows, classes=32, dtype=jnp.dtype(dtype))
     logits, labels = logits.reshape(3, rows, 32), labels.reshape(3, rows)
-    function = jax.value_and_grad(functools.partial(getattr(jaxops, operator), reduction="sum"))
+    if kind not in OPERATORS:
+        labels = labels[..., None] == np.arange(32)
+        labels = labels if kind == "booleans" else (0.9 * labels).astype(logits.dtype)
+    operator = getattr(jaxops, kind if kind in OPERATORS else "sigmoid_focal_loss")
+    total = functools.partial(operator, reduction="sum")
+
+    def function(z, y):
+        return *jax.value_and_grad(total)(z, y), total(z, y, gamma=1.5)
+
     got = run(jax.vmap(function), platform, logits, labels)
     for i in range(3):
         alone = run(function, platform, logits[i], labels[i])
-        np.testing.assert_array_equal(got[0][i], alone[0])
-        np.testing.assert_array_equal(got[1][i], alone[1])
+        for together, single in zip(got, alone, strict=True):
+            np.testing.assert_array_equal(together[i], single)
 
 
 @pytest.mark.parametrize(
@@ -963,7 +971,7 @@ def test_integers_of_the_shape_of_logits_are_targets(kind, dtype, platform):
     for g, f, i in zip(got, floats, ids, strict=True):
         if platform.name == "cpu":
             np.testing.assert_array_equal(g, f)
-        else:  # floats have another kernel, whose vectors are not as wide
+        else:  # floats have another kernel
             np.testing.assert_allclose(g.astype(float), f.astype(float), rtol=16 * eps)
         np.testing.assert_allclose(g.astype(float), i.astype(float), rtol=16 * eps)
     reference_loss = reference.sigmoid_focal_loss(jnp.asarray(logits), jnp.asarray(targets))

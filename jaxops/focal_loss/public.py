@@ -101,7 +101,7 @@ def sigmoid_focal_loss(
     logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
     labels = call.labels
     if call.soft and labels.dtype != logits.dtype:
-        # Integers are 0 or 1, for which kernels read a byte.
+        # Integers are 0 or 1: kernels read them as booleans, of one byte.
         labels = labels.astype(dtype if labels.dtype in checks.FLOATS else np.bool_)
     operands = [
         logits,

@@ -278,25 +278,29 @@ def _focal_loss(draw, operator):
     is_soft = draw(_FLAGS)
     if not is_soft:
         options["ignore_index"] = draw(st.sampled_from([None, -1, 2]))
+    is_bool = is_soft and operator == "sigmoid_focal_loss" and draw(_FLAGS)
     has_row_weights = draw(_FLAGS)
     has_class_weights = not is_soft and draw(_FLAGS)
     names = ["sample_weight"] * has_row_weights + ["class_weight"] * has_class_weights
 
     def function(module, logits, labels, *weights):
-        if is_soft:  # any number makes targets of the operator
+        if is_soft and not is_bool:  # any number makes targets of the operator
             labels = (jax.nn.sigmoid if "sigmoid" in operator else jax.nn.softmax)(labels)
         weights = dict(zip(names, weights, strict=True))
         return getattr(module, operator)(logits, labels, **weights, **options)
 
     def others(rng, rows, classes, dtype):
-        if is_soft:
+        if is_bool:
+            labels = rng.random((rows, classes)) < 0.5
+        elif is_soft:
             labels = normal(rng, (rows, classes), dtype)
         else:
             labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
         shapes = {"sample_weight": (rows,), "class_weight": (classes + 1,)}
         return labels, *(normal(rng, shapes[name], dtype) for name in names)
 
-    named = {"soft": is_soft, "weights": names, **options}
+    named = {"soft": is_soft, "booleans": is_bool, "weights": names, **options}
+    first_other = 1 if is_soft and not is_bool else 2
     spec = focal_loss.make_spec(
         ", ".join(f"{k}={v!r}" for k, v in named.items()),
         operator=operator,
@@ -304,7 +308,7 @@ def _focal_loss(draw, operator):
         others=others,
         calls=(),
         vjp_calls=(),
-        differentiable=(0, *range(1 if is_soft else 2, 2 + len(names))),
+        differentiable=(0, *range(first_other, 2 + len(names))),
         reduced=options["reduction"] != "none",
     )
     if is_soft:  # what makes the targets rounds, and so do its derivatives

@@ -35,7 +35,7 @@ Call MakeSigmoid(Random& random, Arrays& arrays) {
   call.power = AnyPower(random);
   call.soft = random.OneIn(2);
   const DType arithmetic = ArithmeticOf(call.dtype);
-  call.targets = random.Pick({Targets::kLogits, Targets::kArithmetic, Targets::kBool});
+  call.target_type = random.Pick({TargetType::kLogits, TargetType::kArithmetic, TargetType::kBool});
   call.has_ignored = !call.soft && random.OneIn(2);
   call.ignored = static_cast<int32_t>(random.Between(-1, 2));
   const int64_t size = call.rows * call.classes;
@@ -44,10 +44,10 @@ Call MakeSigmoid(Random& random, Arrays& arrays) {
   const int64_t first = random.OneIn(2) ? 0 : random.Between(0, 100);
   if (call.soft) {
     const int64_t labels = count(Sigmoid::kLabels, size);
-    call.labels =
-        call.targets == Targets::kBool
-            ? arrays.Bytes(labels, 1)
-            : arrays.Floats(labels, call.targets == Targets::kLogits ? call.dtype : arithmetic);
+    call.labels = call.target_type == TargetType::kBool
+                      ? arrays.Bytes(labels, 1)
+                      : arrays.Floats(labels, call.target_type == TargetType::kLogits ? call.dtype
+                                                                                      : arithmetic);
   } else {
     call.labels =
         arrays.Integers(count(Sigmoid::kLabels, call.rows), first - 1, first + call.classes);

@@ -211,13 +211,13 @@ __device__ __forceinline__ A ReadTarget(L target) {
   }
 }
 
-// SoftLabels says which labels the code serves: any; any, of which most are 0 or 1; or those alone.
-// Labels 0 and 1 need neither a logarithm nor a division, and have the same bits without.
-enum class SoftLabels { kAny, kMayBeHard, kAreHard };
+// TargetValues says which targets the code serves: any; any, of which most are 0 or 1; or those
+// alone. Targets 0 and 1 need neither a logarithm nor a division, and have the same bits without.
+enum class TargetValues { kAny, kOftenBinary, kBinary };
 
 // EvaluateSoft computes the loss and the slope for targets between 0 and 1; `small` and `big` are
 // the parts of y and 1 - y that weigh the less and the more probable of the two answers.
-template <bool kSlope, SoftLabels kLabels, typename A, int kCount>
+template <bool kSlope, TargetValues kLabels, typename A, int kCount>
 __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const A (&y)[kCount],
                                              const A (&factor)[kCount], Power power, A gamma) {
@@ -232,8 +232,8 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
     const A log1p = Log1p(e[k], inverse * e[k], A(0));
     scaled[k] = inverse * sum;
     entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
-    bool has_log = power == Power::kAny && kLabels != SoftLabels::kAreHard;
-    if (kLabels == SoftLabels::kMayBeHard) has_log = has_log && small != 0 && big != 0;
+    bool has_log = power == Power::kAny && kLabels != TargetValues::kBinary;
+    if (kLabels == TargetValues::kOftenBinary) has_log = has_log && small != 0 && big != 0;
     const double log_sum = has_log ? log(static_cast<double>(sum)) : 0;
     log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
     log_low[k] = (big == 0 ? A(0) : static_cast<A>(log_sum - log_high[k])) - log1p;
@@ -248,9 +248,9 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
       const A small = z[k] >= 0 ? y[k] : 1 - y[k];
       const A big = z[k] >= 0 ? 1 - y[k] : y[k];
       const A rest = inverse * e[k];
-      const A share = big == 0                          ? inverse
-                      : kLabels == SoftLabels::kAreHard ? rest
-                                                        : rest / (small * e[k] + big);
+      const A share = big == 0                           ? inverse
+                      : kLabels == TargetValues::kBinary ? rest
+                                                         : rest / (small * e[k] + big);
       const A by_entropy = inverse * (z[k] >= 0 ? big - small * e[k] : small * e[k] - big);
       slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
     }
@@ -328,17 +328,22 @@ inline bool IsUnweighted(const Sigmoid& loss) {
   return !loss.soft && loss.dtype != DType::kF64 && loss.weight == nullptr && !loss.has_ignored;
 }
 
+// IsSumAlone says whether a call wants nothing but its sum.
+inline bool IsSumAlone(const Sigmoid& loss) {
+  return loss.loss == nullptr && loss.gradient == nullptr;
+}
+
 // IsAligned says whether each batch entry is aligned to vectors of this size.
 inline bool IsAligned(const SigmoidCall& call, int elements) {
   return call.entries() == 1 || call.size() % elements == 0;
 }
 
-// From this number of entries on, one block of Hard or Soft has all elements of an entry, if they
-// are at most the second number.
+// From this number of entries on, one block of Hard, Soft or WideSoft has all elements of an entry,
+// if they are at most the second number.
 inline constexpr int64_t kManyEntries = 1024;
 inline constexpr int64_t kMaxEntryOfBlock = 1 << 14;
 
-// Segments divides a batch entry among the blocks of Hard and Soft, a segment of neighbours each.
+// Segments divides a batch entry among the blocks of these, a segment of neighbours each.
 // The order of a sum's additions is the same for any number of entries below kManyEntries.
 struct Segments {
   int64_t count;     // per batch entry
@@ -426,9 +431,9 @@ cudaError_t DispatchUpToF32(DType dtype, Function&& function) {
 
 // DispatchTargets calls `function` with a value of the type of soft labels of logits of type T.
 template <typename T, typename Function>
-cudaError_t DispatchTargets(Targets targets, Function&& function) {
-  if (targets == Targets::kBool) return function(uint8_t());
-  return targets == Targets::kLogits ? function(T()) : function(Accumulator<T>());
+cudaError_t DispatchTargets(TargetType type, Function&& function) {
+  if (type == TargetType::kBool) return function(uint8_t());
+  return type == TargetType::kLogits ? function(T()) : function(Accumulator<T>());
 }
 
 // DispatchPower calls `function` with the code of the exponent as a constant.

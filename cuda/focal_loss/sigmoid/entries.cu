@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) ManyEntries(const __grid_constant__ 
       EvaluateHard<kSlope, true, kDigitsOf<T, kWant>>(loss, slope, z, target, factor, power,
                                                       entry.gamma);
     } else {
-      EvaluateSoft<kSlope, kIsBool<L> ? SoftLabels::kAreHard : SoftLabels::kAny>(
+      EvaluateSoft<kSlope, kIsBool<L> ? TargetValues::kBinary : TargetValues::kAny>(
           loss, slope, z, y, factor, power, entry.gamma);
     }
 #pragma unroll
@@ -109,8 +109,9 @@ cudaError_t LaunchManyEntries(cudaStream_t stream, const SigmoidCall& call, cons
   return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
     if (!call.loss.soft) return Launch<T, int32_t>(stream, call);
-    return DispatchTargets<T>(
-        call.loss.targets, [&](auto target) { return Launch<T, decltype(target)>(stream, call); });
+    return DispatchTargets<T>(call.loss.target_type, [&](auto target) {
+      return Launch<T, decltype(target)>(stream, call);
+    });
   });
 }
 

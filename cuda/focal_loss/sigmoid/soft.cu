@@ -10,7 +10,7 @@ template <typename T, typename L, int kCount, Rows kRows, Want kWant>
 __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ SigmoidParams p) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
-  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kBoth;
   uint32_t block = blockIdx.x;
   const int64_t begin = p.splits.DivMod(block) * p.per_block;
   const Entry<T, L> entry(p, block, begin);
@@ -47,15 +47,13 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
       y[k] = static_cast<A>(Widen(labels.values[k]));
       factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
     }
-    EvaluateSoft<kSlope, SoftLabels::kAny>(loss, slope, z, y, factor, p.call.power, entry.gamma);
+    EvaluateSoft<kSlope, TargetValues::kAny>(loss, slope, z, y, factor, p.call.power, entry.gamma);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       if (k >= left) loss[k] = 0;
     }
-    if constexpr (kWant != Want::kSum) {
-      StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
-                           left);
-    }
+    StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
+                         left);
     if constexpr (kSums) total += SumOf(loss);
   }
   if constexpr (kSums) Finish(p, block, clustered, total);
@@ -99,10 +97,10 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& pla
 
 }  // namespace
 
+// For others nothing is compiled.
 bool CanRunSoft(const SigmoidCall& call, const Device& device) {
   const Sigmoid& loss = call.loss;
-  const bool is_sum_alone = loss.loss == nullptr && loss.gradient == nullptr;
-  return loss.soft && loss.targets != Targets::kBool && !is_sum_alone &&
+  return loss.soft && loss.target_type != TargetType::kBool && !IsSumAlone(loss) &&
          Plan(call, device).segments.IsIndexable(call);
 }
 
@@ -110,8 +108,9 @@ cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Devic
   const Plan plan(call, device);
   return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    return call.loss.targets == Targets::kLogits ? Launch<T, T>(stream, call, plan)
-                                                 : Launch<T, Accumulator<T>>(stream, call, plan);
+    return call.loss.target_type == TargetType::kLogits
+               ? Launch<T, T>(stream, call, plan)
+               : Launch<T, Accumulator<T>>(stream, call, plan);
   });
 }
 

@@ -4,8 +4,8 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// ReadFactors multiplies the parts of targets 1 and 0 by the factors of the rows of kCount
-// neighbours from `at` on, of which `left` exist.
+// ReadFactors sets the factor of each of kCount neighbours from `at` on, of which `left` exist:
+// that of its row, mixed by its target.
 template <typename A, typename T, typename L, int kCount>
 __device__ __forceinline__ void ReadFactors(A (&factor)[kCount], const SigmoidParams& p,
                                             const Entry<T, L>& entry, int at, int left,
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) WideSoft(const __grid_constant__ Sig
       factor[k] = y[k] * entry.positive() + (1 - y[k]) * entry.negative();
     }
     if (entry.weighted()) ReadFactors(factor, p, entry, at, left, y);
-    EvaluateSoft<kSlope, kIsBool<L> ? SoftLabels::kAreHard : SoftLabels::kMayBeHard>(
+    EvaluateSoft<kSlope, kIsBool<L> ? TargetValues::kBinary : TargetValues::kOftenBinary>(
         loss, slope, z, y, factor, power, entry.gamma);
     if constexpr (kWant != Want::kSum) {
       StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
@@ -86,8 +86,14 @@ struct Plan {
       : Plan(call, device, call.loss.dtype == DType::kF64 ? kInRow<double> : kInRow<float>) {}
 
  private:
+  // A vector of booleans is one access; others are several of kVectorBytes.
+  static int AlignedElements(const Sigmoid& loss, int width) {
+    const bool is_bool = loss.target_type == TargetType::kBool;
+    return is_bool ? width : static_cast<int>(kVectorBytes / jaxops::cuda::SizeOf(loss.dtype));
+  }
+
   Plan(const SigmoidCall& call, const Device& device, int width)
-      : has_vectors(IsAligned(call, width)),
+      : has_vectors(IsAligned(call, AlignedElements(call.loss, width))),
         segments(call, device, width, kThreads * (has_vectors ? width : 1)) {}
 };
 
@@ -115,10 +121,10 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& pla
 
 }  // namespace
 
+// For others nothing is compiled.
 bool CanRunWideSoft(const SigmoidCall& call, const Device& device) {
   const Sigmoid& loss = call.loss;
-  const bool is_sum_alone = loss.loss == nullptr && loss.gradient == nullptr;
-  return loss.soft && (loss.targets == Targets::kBool || is_sum_alone) &&
+  return loss.soft && (loss.target_type == TargetType::kBool || IsSumAlone(loss)) &&
          Plan(call, device).segments.IsIndexable(call);
 }
 
@@ -126,7 +132,7 @@ cudaError_t LaunchWideSoft(cudaStream_t stream, const SigmoidCall& call, const D
   const Plan plan(call, device);
   return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    return DispatchTargets<T>(call.loss.targets, [&](auto target) {
+    return DispatchTargets<T>(call.loss.target_type, [&](auto target) {
       return Launch<T, decltype(target)>(stream, call, plan);
     });
   });
