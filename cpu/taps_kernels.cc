@@ -34,7 +34,8 @@ struct Finder {
   int64_t tap_stride;
   int64_t axis_stride;
   int64_t point_stride;
-  int64_t weight_stride;  // between points
+  int64_t weight_stride;      // between points
+  int64_t strides[kMaxAxes];  // elements between neighbouring entries of the volume
 
   JAXOPS_ALWAYS_INLINE Finder(const Points& points, int64_t begin_, int64_t end_)
       : geometry(points.geometry),
@@ -45,7 +46,12 @@ struct Finder {
         axis_stride(geometry.taps * tap_stride),
         point_stride(geometry.points_minor ? 1 : geometry.axes * geometry.taps),
         weight_stride(geometry.points_minor ? 1 : geometry.taps) {
-    for (int a = 0; a < geometry.axes; ++a) weights[a] = static_cast<const A*>(points.weights[a]);
+    int64_t stride = geometry.width;
+    for (int a = geometry.axes - 1; a >= 0; --a) {
+      weights[a] = static_cast<const A*>(points.weights[a]);
+      strides[a] = stride;
+      stride *= geometry.sizes[a];
+    }
   }
 
   JAXOPS_ALWAYS_INLINE int32_t Index(int64_t p, int axis, int k) const {
@@ -63,8 +69,7 @@ struct Finder {
     return index >= 0 && index < geometry.sizes[axis];
   }
 
-  // Finds the combinations of axes [0, axes) of point p, with offsets in entries of the last of
-  // these axes.
+  // Finds the combinations of axes [0, axes) of point p.
   JAXOPS_ALWAYS_INLINE void Find(int64_t p, int axes, Entries<A>& found) const {
     found.count = 1;
     found.offsets[0] = 0;
@@ -72,9 +77,9 @@ struct Finder {
     found.combinations[0] = 0;
     const int taps = geometry.taps;
     for (int a = 0; a < axes; ++a) {
-      const int64_t size = geometry.sizes[a];
+      if (taps == kNeighbours && CombineWhole(p, a, found)) continue;
       const int64_t low = a == 0 ? begin : 0;
-      const int64_t high = a == 0 ? end : size;
+      const int64_t high = a == 0 ? end : geometry.sizes[a];
       int valid[kMaxCombinations + 1];
       int count = 0;
       for (int k = 0; k < taps; ++k) {
@@ -84,13 +89,13 @@ struct Finder {
       }
       // The last combination is first, because those of this axis take the place of earlier ones.
       for (int c = found.count - 1; c >= 0; --c) {
-        const int64_t offset = found.offsets[c] * size;
+        const int64_t offset = found.offsets[c];
         const A weight = found.weights[c];
         const int combination = found.combinations[c] * taps;
         for (int v = count - 1; v >= 0; --v) {
           const int k = valid[v];
           const int at = c * count + v;
-          found.offsets[at] = offset + Index(p, a, k);
+          found.offsets[at] = offset + Index(p, a, k) * strides[a];
           found.weights[at] = weight * weights[a][PlaceOfWeight(p, k)];
           found.combinations[at] = static_cast<uint8_t>(combination + k);
         }
@@ -99,10 +104,36 @@ struct Finder {
     }
   }
 
-  // Finds all entries of point p, with offsets in elements.
-  JAXOPS_ALWAYS_INLINE void FindAll(int64_t p, Entries<A>& found) const {
-    Find(p, geometry.axes, found);
-    for (int i = 0; i < found.count; ++i) found.offsets[i] *= geometry.width;
+  // Combines what is found of the axes before axis `a` with kNeighbours taps, and returns whether
+  // it did: all of these taps have to be in the volume. Their number is constant, and vectors are
+  // written as they are read.
+  JAXOPS_ALWAYS_INLINE bool CombineWhole(int64_t p, int a, Entries<A>& found) const {
+    using Offsets = Lanes<int64_t, kNeighbours>;
+    using Weights = Lanes<A, kNeighbours>;
+    const int64_t low = a == 0 ? begin : 0;
+    const auto size = static_cast<uint64_t>(a == 0 ? end - begin : geometry.sizes[a]);
+    Offsets offsets;
+    Weights factors;
+    bool is_whole = true;
+    JAXOPS_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      const int64_t index = Index(p, a, k);
+      is_whole &= static_cast<uint64_t>(index - low) < size;
+      offsets[k] = index * strides[a];
+      factors[k] = weights[a][PlaceOfWeight(p, k)];
+    }
+    if (!is_whole) return false;
+    // The last combination is first, as below.
+    for (int c = found.count - 1; c >= 0; --c) {
+      const Offsets shifted = found.offsets[c] + offsets;
+      const Weights products = found.weights[c] * factors;
+      const uint32_t combinations = found.combinations[c] * kNeighbours * 0x01010101u + 0x03020100u;
+      __builtin_memcpy(found.offsets + c * kNeighbours, &shifted, sizeof(shifted));
+      __builtin_memcpy(found.weights + c * kNeighbours, &products, sizeof(products));
+      __builtin_memcpy(found.combinations + c * kNeighbours, &combinations, sizeof(combinations));
+    }
+    found.count *= kNeighbours;
+    return true;
   }
 
   // Calls with_row(offset, weight) for each row of kNeighbours neighbours along the last axis that
@@ -181,14 +212,22 @@ void EvaluateValues(const Values& args) {
         continue;
       }
     }
-    finder.FindAll(p, found);
+    finder.Find(p, points.geometry.axes, found);
     if constexpr (kWidth > 0) {
       using R = Row<A, kWidth>;
       using V = typename R::V;
-      V sum = V{};
-      for (int i = 0; i < found.count; ++i) {
-        sum += found.weights[i] * R::Read(volume + found.offsets[i]);
+      V sums[kNeighbours] = {};
+      int i = 0;
+      for (; i + kNeighbours <= found.count; i += kNeighbours) {
+        JAXOPS_UNROLL
+        for (int k = 0; k < kNeighbours; ++k) {
+          sums[k] += found.weights[i + k] * R::Read(volume + found.offsets[i + k]);
+        }
       }
+      for (; i < found.count; ++i) {
+        sums[0] += found.weights[i] * R::Read(volume + found.offsets[i]);
+      }
+      const V sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       if constexpr (sizeof(S) == sizeof(A)) {
         R::Write(sum, out);
       } else {
@@ -232,6 +271,7 @@ void EvaluateValues(const Values& args) {
 template <typename S, int kWidth>
 void EvaluateWeightGradients(const WeightGradients& args) {
   using A = Arithmetic<S>;
+  using Four = Lanes<A, kNeighbours>;
   const Points& points = args.points;
   const Geometry& geometry = points.geometry;
   const int taps = geometry.taps;
@@ -242,23 +282,32 @@ void EvaluateWeightGradients(const WeightGradients& args) {
   Entries<A> found;
   for (int64_t p = 0; p < points.count; ++p, g += width) {
     A dots[kMaxCombinations] = {};
-    finder.FindAll(p, found);
+    finder.Find(p, geometry.axes, found);
+    const auto find_dots = [&](auto dot) {
+      int i = 0;
+      if (taps == kNeighbours && found.count == geometry.combinations) {
+        // As vectors, which are read below.
+        for (; i < found.count; i += kNeighbours) {
+          const Four four = {dot(i), dot(i + 1), dot(i + 2), dot(i + 3)};
+          __builtin_memcpy(dots + i, &four, sizeof(four));
+        }
+      }
+      for (; i < found.count; ++i) dots[found.combinations[i]] = dot(i);
+    };
     if constexpr (kWidth > 0) {
       using R = Row<A, kWidth>;
       const auto row = R::Read(g);
-      for (int i = 0; i < found.count; ++i) {
-        dots[found.combinations[i]] = R::Sum(row * R::Read(volume + found.offsets[i]));
-      }
+      find_dots([&](int i) { return R::Sum(row * R::Read(volume + found.offsets[i])); });
     } else {
       using V = Vec<A>;
-      for (int i = 0; i < found.count; ++i) {
+      find_dots([&](int i) {
         const S* row = volume + found.offsets[i];
         V sum = {};
         int64_t f = 0;
         for (; f + kLanes<A> <= width; f += kLanes<A>) sum += Load(row + f) * Load(g + f);
         if (f < width) sum += LoadFirst(row + f, width - f) * LoadFirst(g + f, width - f);
-        dots[found.combinations[i]] = SumLanes<A>(sum);
-      }
+        return SumLanes<A>(sum);
+      });
     }
     // From the last axis to the first: its gradient has the weights of the axes before it, and its
     // weights then contract the products.
@@ -267,6 +316,24 @@ void EvaluateWeightGradients(const WeightGradients& args) {
       rows /= taps;
       finder.Find(p, a, found);  // the combinations of the axes before this one
       A* to = static_cast<A*>(args.dweights[a]);
+      if (taps == kNeighbours) {
+        Four sum = {}, weights = {};
+        for (int i = 0; i < found.count; ++i) {
+          sum += found.weights[i] * LoadBits<Four>(dots + found.combinations[i] * kNeighbours);
+        }
+        JAXOPS_UNROLL
+        for (int k = 0; k < kNeighbours; ++k) {
+          const bool is_valid = finder.IsValid(p, a, k);
+          const int64_t place = finder.PlaceOfWeight(p, k);
+          to[place] = is_valid ? sum[k] : A(0);
+          weights[k] = is_valid ? finder.weights[a][place] : A(0);
+        }
+        for (int r = 0; r < rows; ++r) {
+          const Four products = weights * LoadBits<Four>(dots + r * kNeighbours);
+          dots[r] = (products[0] + products[1]) + (products[2] + products[3]);
+        }
+        continue;
+      }
       A weights[kMaxCombinations];
       for (int k = 0; k < taps; ++k) {
         A sum = 0;
@@ -311,7 +378,7 @@ void EvaluateScatter(const Scatter& args) {
         }
       }
     }
-    finder.FindAll(p, found);
+    finder.Find(p, geometry.axes, found);
     if constexpr (kWidth > 0) {
       using R = Row<A, kWidth>;
       const auto row = R::Read(g);
