@@ -9,6 +9,7 @@ namespace {
 
 // Entries of a packed kernel that stay in a cache while tiles are multiplied by them.
 constexpr int64_t kPanelBytes = 512 * 1024;
+constexpr int64_t kSliceBytes = 36 * 1024;
 // Copies of lines that stay in a cache with a panel.
 constexpr int64_t kCopyBytes = 128 * 1024;
 
@@ -156,7 +157,9 @@ bool CanBeInPlace(const Product& product) {
 template <typename E>
 int64_t SegmentsPerPass(const Product& product, int vectors) {
   const int64_t bytes = product.packed_rows() * vectors * kVectorBytes / kPair<E>;
-  return Min(Max(1, product.segments()), Max(1, kPanelBytes / Max(1, bytes)));
+  const bool is_slice = product.has_matrices && bytes <= kSliceBytes;
+  const int64_t most = (is_slice ? kSliceBytes : kPanelBytes) / Max(1, bytes);
+  return Min(Max(1, product.segments()), Max(1, most));
 }
 
 // Rows of the matrices of a line: its pixels, and rows after them whose results are dropped, up to
@@ -222,6 +225,7 @@ struct Reader {
     if (!is_copied) {
       layout.pixel = product.source_channels;
       layout.step = product.axes[2].step * layout.pixel;
+      layout.line = product.axes[1].step * product.axes[2].size * layout.pixel;
     }
     segments = 0;
     if (product.segment() == 0) return;
@@ -246,7 +250,6 @@ struct Reader {
           }
           source = plane + first_line * layout.line;
         } else {
-          if (in1 < 0 || in1 >= axes[1].size) continue;
           source = static_cast<const E*>(product.sources[block.image]) + channel +
                    ((in0 * axes[1].size + in1) * axes[2].size + FirstIn(block)) * layout.pixel;
         }
@@ -268,11 +271,13 @@ struct Reader {
   }
 
   bool IsInPlace(const Block& block) const {
-    const Axis& axis = product.axes[2];
+    if (!CanBeInPlace(product)) return false;
+    const Axis &lines = product.axes[1], &axis = product.axes[2];
+    const int64_t line = lines.first + block.line * lines.step;
     const int64_t first = FirstIn(block);
     const int64_t last = first + (block.count - 1) * axis.step + (axis.taps - 1) * axis.tap_step;
-    return CanBeInPlace(product) && first >= 0 && last < axis.size &&
-           (!product.has_matrices || block.count >= kMatrixRows);
+    return line >= 0 && line + (block.lines - 1) * lines.step < lines.size && first >= 0 &&
+           last < axis.size && (!product.has_matrices || block.count >= kMatrixRows);
   }
 
   // Copies `count` pixels of a line of the source from pixel `first` on, `step` apart. A null line
@@ -518,10 +523,11 @@ JAXOPS_ALWAYS_INLINE void WithEntries(DType dtype, F f) {
 // Lines of a block: enough pixels for several tiles, if a cache holds what they read.
 int64_t BlockLines(const Product& product) {
   constexpr int64_t kMaxPixels = 512;
-  if (CanBeInPlace(product)) return 1;
   const Axis* axes = product.axes;
   const int64_t entry = SizeOf(product.dtype);
-  const int64_t line = LayoutOfCopies(product, product.span).line * entry * axes[0].taps;
+  const bool copies = !CanBeInPlace(product);
+  const int64_t line =
+      copies ? LayoutOfCopies(product, product.span).line * entry * axes[0].taps : 0;
   int64_t lines = 1;
   while (lines < axes[1].count && (lines + 1) * product.span <= kMaxPixels &&
          TapLayout::Of(axes[1], lines + 1).count * line <= kCopyBytes) {
