@@ -226,8 +226,10 @@ struct Reader {
     layout = LayoutOfCopies(product, block.count);
     if (!is_copied) {
       layout.pixel = product.source_channels;
-      layout.step = product.axes[2].step * layout.pixel;
-      layout.line = product.axes[1].step * product.axes[2].size * layout.pixel;
+      // Steps of single pixels and lines may be close to the largest integer.
+      layout.step = block.count > 1 ? product.axes[2].step * layout.pixel : 0;
+      layout.line =
+          block.lines > 1 ? product.axes[1].step * product.axes[2].size * layout.pixel : 0;
     }
     segments = 0;
     if (product.segment() == 0) return;
@@ -527,9 +529,7 @@ int64_t BlockLines(const Product& product) {
   constexpr int64_t kMaxPixels = 512;
   const Axis* axes = product.axes;
   const int64_t entry = SizeOf(product.dtype);
-  const bool copies = !CanBeInPlace(product);
-  const int64_t line =
-      copies ? LayoutOfCopies(product, product.span).line * entry * axes[0].taps : 0;
+  const int64_t line = LayoutOfCopies(product, product.span).line * entry * axes[0].taps;
   int64_t lines = 1;
   while (lines < axes[1].count && (lines + 1) * product.span <= kMaxPixels &&
          TapLayout::Of(axes[1], lines + 1).count * line <= kCopyBytes) {

@@ -17,7 +17,8 @@ from jaxops.testing.measure import assert_close, on_reference, vjp_of
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 # Channels, outputs, groups, and options: whole tiles and parts of them, taps in pairs or not, rows
 # of taps or single ones, remainders by the strides that have no taps, channels as lanes. Products
-# of matrices have 32 pixels: long lines fill them without pixels of other lines.
+# of matrices have 32 pixels: long lines fill them without pixels of other lines. Where windows have
+# one line of taps, several lines of an image are read in place, or copied if they meet the padding.
 CASES = {
     "tiles": (64, 64, 1, (3, 3), {}),
     "parts of tiles": (37, 50, 1, (3, 2), {"window_strides": (2, 1)}),
@@ -27,6 +28,9 @@ CASES = {
     "no taps": (5, 20, 1, (1, 2), {"window_strides": (3, 4)}),
     "long lines": (24, 40, 1, (3, 3), {"columns": 71}),
     "lines of whole matrices": (33, 17, 1, (2, 3), {"columns": 64}),
+    "entries apart": (64, 33, 1, (1, 1), {"window_strides": (2, 2), "columns": 39}),
+    "windows without overlap": (32, 64, 1, (2, 2), {"window_strides": (2, 2), "columns": 40}),
+    "lines in two parts": (32, 33, 1, (1, 3), {"columns": 300}),
     "groups": (36, 72, 4, (3, 3), {}),
     "small groups": (24, 48, 8, (3, 3), {"window_strides": (1, 2)}),
     "depthwise": (37, 37, 37, (3, 5), {"padding": ((-1, 2), (4, 0))}),
