@@ -319,7 +319,9 @@ void EvaluateWeightGradients(const WeightGradients& args) {
       if (taps == kNeighbours) {
         Four sum = {}, weights = {};
         for (int i = 0; i < found.count; ++i) {
-          sum += found.weights[i] * LoadBits<Four>(dots + found.combinations[i] * kNeighbours);
+          Four four;
+          __builtin_memcpy(&four, dots + found.combinations[i] * kNeighbours, sizeof(four));
+          sum += found.weights[i] * four;
         }
         JAXOPS_UNROLL
         for (int k = 0; k < kNeighbours; ++k) {
@@ -329,7 +331,9 @@ void EvaluateWeightGradients(const WeightGradients& args) {
           weights[k] = is_valid ? finder.weights[a][place] : A(0);
         }
         for (int r = 0; r < rows; ++r) {
-          const Four products = weights * LoadBits<Four>(dots + r * kNeighbours);
+          Four products;
+          __builtin_memcpy(&products, dots + r * kNeighbours, sizeof(products));
+          products *= weights;
           dots[r] = (products[0] + products[1]) + (products[2] + products[3]);
         }
         continue;
