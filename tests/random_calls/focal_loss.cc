@@ -8,6 +8,7 @@ namespace {
 using focal_loss::Power;
 using focal_loss::Sigmoid;
 using focal_loss::Softmax;
+using focal_loss::TargetType;
 
 Power AnyPower(Random& random) {
   return random.Pick({Power::kAny, Power::kZero, Power::kHalf, Power::kOne, Power::kTwo});
