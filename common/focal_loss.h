@@ -48,7 +48,7 @@ struct Sigmoid {
   BatchMap<kOperands> batch;
   DType dtype;  // of logits and elementwise results
   Power power;
-  bool soft;               // labels are targets of each logit rather than classes
+  bool soft;               // every logit has a target; or else rows have classes
   TargetType target_type;  // of soft labels
   bool has_ignored;        // rows of label `ignored` are zero, whatever their logits
   int32_t ignored;
