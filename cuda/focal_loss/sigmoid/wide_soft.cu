@@ -4,8 +4,8 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// ReadFactors sets the factor of each of kCount neighbours from `at` on, of which `left` exist:
-// that of its row, mixed by its target.
+// ReadFactors sets the factors of kCount neighbours from `at` on, of which `left` exist: a target
+// mixes those of its row.
 template <typename A, typename T, typename L, int kCount>
 __device__ __forceinline__ void ReadFactors(A (&factor)[kCount], const SigmoidParams& p,
                                             const Entry<T, L>& entry, int at, int left,
