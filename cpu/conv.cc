@@ -189,30 +189,49 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
   product.fan_stride = is_forward ? call.outputs : 1;
   product.column_stride = is_forward ? 1 : call.outputs;
   product.group_stride = fan_out;
+  const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
+  std::vector<depthwise::Product> phases;
+  int64_t ring_bytes = 0;  // of a vector
   ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
     std::copy_n(axes, kMaxDims, product.axes);
     const auto& [a0, a1, a2] = axes;
-    const int64_t lines = a0.count * a1.count;
-    if (lines * a2.count == 0) return;
-    const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
+    if (a0.count * a1.count * a2.count == 0) return;
     const int64_t width = a2.count * a2.step * product.fan;
-    const ChannelBlocks blocks(product.channels, lanes,
-                               width * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
-    const int64_t line_vectors =
-        blocks.vectors * a2.count * (product.fan * a0.taps * a1.taps * a2.taps + 1);
-    // A task copies the lines before its first one again.
-    const int64_t per_task = std::clamp(kTaskVectors / line_vectors,
-                                        std::min(lines, std::max<int64_t>(1, 4 * a1.taps)), lines);
-    const int64_t tasks = CeilDiv(lines, per_task);
-    const int64_t images = call.images.size();
-    RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
-      const int64_t begin = i % tasks * per_task;
+    ring_bytes = std::max(ring_bytes, width * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
+    phases.push_back(product);
+  });
+  if (phases.empty()) return;
+  const ChannelBlocks blocks(product.channels, lanes, ring_bytes);
+  // A task has all phases of its lines, which then are in a cache for all phases but the first. The
+  // first phase has at least as many lines as any other.
+  int64_t vectors = 0, space_bytes = 0, taps = 0;
+  for (const depthwise::Product& phase : phases) {
+    const auto& [a0, a1, a2] = phase.axes;
+    vectors += blocks.vectors * a0.count * a1.count * a2.count *
+               (phase.fan * a0.taps * a1.taps * a2.taps + 1);
+    taps = std::max(taps, a1.taps);
+    space_bytes = std::max(space_bytes, kernels.convolve_space(phase, blocks.vectors));
+  }
+  const auto lines_of = [](const depthwise::Product& phase) {
+    return phase.axes[0].count * phase.axes[1].count;
+  };
+  const int64_t lines = lines_of(phases[0]);
+  // A task copies the lines before its first one again.
+  const int64_t per_task = std::clamp(kTaskVectors / CeilDiv(vectors, lines),
+                                      std::min(lines, std::max<int64_t>(1, 4 * taps)), lines);
+  const int64_t tasks = CeilDiv(lines, per_task);
+  const int64_t images = call.images.size();
+  RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
+    const Memory space(space_bytes);
+    for (const depthwise::Product& phase : phases) {
+      const int64_t begin = std::min(lines_of(phase), i % tasks * per_task);
+      const int64_t end = std::min(lines_of(phase), begin + per_task);
+      if (begin == end) continue;
       const depthwise::Task task = {i / tasks / blocks.count,
                                     i / tasks % blocks.count * blocks.vectors * lanes,
-                                    blocks.vectors, begin, std::min(lines, begin + per_task)};
-      const Memory space(kernels.convolve_space(product, blocks.vectors));
-      kernels.convolve(product, task, space.get());
-    });
+                                    blocks.vectors, begin, end};
+      kernels.convolve(phase, task, space.get());
+    }
   });
 }
 
@@ -324,45 +343,77 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
   const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
   const Blocks blocks(product.columns, lanes, product.max_vectors);
   const int64_t panels = call.groups * blocks.count;
+  const auto packed_bytes = [&](const Product& phase) {
+    return phase.segments() * phase.packed_rows() * call.groups * blocks.vectors * lanes *
+           SizeOf(phase.dtype);
+  };
+  struct Phase {
+    Product product;
+    Memory packed;
+    std::vector<Panel> panels;
+  };
+  std::vector<Phase> phases;
   ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
     std::copy_n(axes, kMaxDims, product.axes);
     product.is_merged = axes[2].tap_step == 1;
     product.span = std::max<int64_t>(1, SpanOf(product));
     if (product.spans() == 0 || panels == 0) return;
     product.lines = kernels.block_lines(product);
-    const int64_t rows = product.segments() * product.packed_rows();
-    const Memory packed(rows * call.groups * blocks.vectors * lanes * SizeOf(product.dtype));
-    std::vector<Panel> all(panels);
-    RunTasks(panels, parallel_for, [&](int64_t i) {
-      const int64_t group = i / blocks.count, block = i % blocks.count;
-      const int64_t first = blocks.First(block) * lanes;
-      all[i] = {group, first, blocks.Vectors(block), true,
-                At(packed.get(), (group * blocks.vectors * lanes + first) * rows, product.dtype)};
-      kernels.pack(product, all[i]);
-    });
-    // A task has all panels if a cache holds them, so that no two threads write neighbouring
-    // columns of the same results: (1,64,56,56,256,1) bfloat16 takes 0.35 in place of 0.40 ms.
-    // Otherwise it has one. There are no more tasks than threads need to end at about the same
-    // time, as each reads all of its panels and copies lines that the one before has.
-    constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
-    const int64_t packed_bytes = rows * blocks.vectors * lanes * SizeOf(product.dtype);
-    const int64_t in_task = packed_bytes * call.groups <= kCacheBytes ? panels : 1;
-    const int64_t span_vectors = product.span * (product.segments() * product.segment() + 1) *
-                                 CeilDiv(blocks.vectors * call.groups * in_task, panels);
-    const int64_t spans =
-        product.spans() * panels / (in_task * kTasksPerThread * parallel_for.threads);
-    int64_t per_task = std::max({int64_t{1}, spans, kTaskVectors / span_vectors});
-    // Whole blocks, if every thread has a few.
-    const int64_t fair = CeilDiv(product.spans() * panels, 2 * in_task * parallel_for.threads);
-    per_task = std::max(per_task, std::min(CeilDiv(per_task, product.lines) * product.lines, fair));
-    const int64_t tasks = CeilDiv(product.spans(), per_task);
-    const int64_t space_bytes = kernels.multiply_space(product);
-    RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
-      const int64_t begin = i % tasks * per_task;
-      const Memory space(space_bytes);
-      kernels.multiply(product, &all[i / tasks * in_task], in_task, begin,
-                       std::min(product.spans(), begin + per_task), space.get());
-    });
+    phases.push_back({product, Memory(packed_bytes(product)), std::vector<Panel>(panels)});
+  });
+  if (phases.empty()) return;
+  RunTasks(std::ssize(phases) * panels, parallel_for, [&](int64_t i) {
+    Phase& phase = phases[i / panels];
+    const int64_t panel = i % panels;
+    const int64_t group = panel / blocks.count, block = panel % blocks.count;
+    const int64_t first = blocks.First(block) * lanes;
+    const int64_t rows = phase.product.segments() * phase.product.packed_rows();
+    const int64_t offset = (group * blocks.vectors * lanes + first) * rows;
+    phase.panels[panel] = {group, first, blocks.Vectors(block), true,
+                           At(phase.packed.get(), offset, phase.product.dtype)};
+    kernels.pack(phase.product, phase.panels[panel]);
+  });
+  // A task has all panels if a cache holds them, so that no two threads write neighbouring columns
+  // of the same results: (1,64,56,56,256,1) bfloat16 takes 0.35 in place of 0.40 ms. Otherwise it
+  // has one. There are no more tasks than threads need to end at about the same time, as each reads
+  // all of its panels and copies lines that the one before has. A task has all phases of its
+  // lines, which then are in a cache for all phases but the first.
+  constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
+  const auto vectors_of = [&](const Product& phase) {
+    return phase.spans() * phase.span * (phase.segments() * phase.segment() + 1);
+  };
+  int64_t in_task = panels, vectors = 0, space_bytes = 0;
+  const Product* longest = &phases[0].product;
+  for (const Phase& phase : phases) {
+    if (packed_bytes(phase.product) > kCacheBytes) in_task = 1;
+    if (vectors_of(phase.product) > vectors_of(*longest)) longest = &phase.product;
+    vectors += vectors_of(phase.product);
+    space_bytes = std::max(space_bytes, kernels.multiply_space(phase.product));
+  }
+  const int64_t span_vectors =
+      CeilDiv(vectors, longest->spans()) * CeilDiv(blocks.vectors * call.groups * in_task, panels);
+  const int64_t spans =
+      longest->spans() * panels / (in_task * kTasksPerThread * parallel_for.threads);
+  int64_t per_task = std::max({int64_t{1}, spans, kTaskVectors / span_vectors});
+  // Whole blocks, if every thread has a few.
+  const auto in_blocks = [](int64_t count, const Product& phase) {
+    return CeilDiv(count, phase.lines) * phase.lines;
+  };
+  const int64_t fair = CeilDiv(longest->spans() * panels, 2 * in_task * parallel_for.threads);
+  per_task = std::max(per_task, std::min(in_blocks(per_task, *longest), fair));
+  const int64_t tasks = CeilDiv(longest->spans(), per_task);
+  RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
+    const Memory space(space_bytes);
+    for (const Phase& phase : phases) {
+      const int64_t all = phase.product.spans();
+      const int64_t some =
+          &phase.product == longest ? per_task : in_blocks(CeilDiv(all, tasks), phase.product);
+      const int64_t begin = std::min(all, i % tasks * some);
+      const int64_t end = std::min(all, begin + some);
+      if (begin == end) continue;
+      kernels.multiply(phase.product, &phase.panels[i / tasks * in_task], in_task, begin, end,
+                       space.get());
+    }
   });
 }
 

@@ -68,6 +68,16 @@ JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan
   }
 }
 
+// Has a cache fetch `channels` of each of `count` pixels. GCC leaves out calls of functions that do
+// nothing but prefetch.
+template <typename S>
+JAXOPS_ALWAYS_INLINE void PrefetchPixels(const S* from, int64_t stride, int64_t channels, int64_t count) {
+  constexpr int64_t kCacheLine = 64 / sizeof(S);
+  for (int64_t i = 0; i < count; ++i, from += stride) {
+    for (int64_t c = 0; c < channels; c += kCacheLine) __builtin_prefetch(from + c);
+  }
+}
+
 template <typename A>
 bool AreFinite(const A* entries, int64_t count) {
   Vec<A> differences = {};
@@ -144,6 +154,15 @@ struct Ring {
       }
     }
     return to - low * kLanes<A>;
+  }
+
+  // Fetches part `part` of `parts` of line `number`, which `Get` will copy.
+  JAXOPS_ALWAYS_INLINE void Prefetch(int64_t number, const S* image, int64_t size, int64_t channels, int64_t channel,
+                int64_t count, int64_t part, int64_t parts) const {
+    const int64_t stride = channels / columns * fan;
+    const int64_t begin = size * part / parts;
+    const S* from = image + (number * size + begin) * stride + channel / columns * fan;
+    PrefetchPixels(from, stride, CeilDiv(count, columns) * fan, size * (part + 1) / parts - begin);
   }
 };
 
@@ -347,6 +366,21 @@ struct Convolver {
     return count;
   }
 
+  // Fetches part `part` of `parts` of the lines that the last taps of a line of results read.
+  JAXOPS_ALWAYS_INLINE void Prefetch(const Ring<S>& ring, int64_t line, int64_t channels, int64_t part,
+                int64_t parts) const {
+    const auto& [a0, a1, a2] = product.axes;
+    const S* source = static_cast<const S*>(product.sources[task.image]);
+    const int64_t in1 = a1.first + line % a1.count * a1.step + (a1.taps - 1) * a1.tap_step;
+    if (in1 < 0 || in1 >= a1.size) return;
+    for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
+      const int64_t in0 = a0.first + line / a1.count * a0.step + j0 * a0.tap_step;
+      if (in0 < 0 || in0 >= a0.size) continue;
+      ring.Prefetch(in0 * a1.size + in1, source, a2.size, product.channels, task.channel, channels,
+                    part, parts);
+    }
+  }
+
   // Computes a line of results of one vector of channels.
   void ConvolveVector(const Shifted<A>& taps, int64_t line, int64_t channel, int64_t lanes,
                       bool is_finite, A* sums) const {
@@ -403,6 +437,10 @@ struct Convolver {
       for (int64_t c = 0; c < channels; c += kLanes<A>) {
         const int64_t vector = c / kLanes<A>;
         for (int64_t i = 0; i < block; ++i) {
+          // Processors do not foresee the next line while they compute this one.
+          if (line + block + i < task.line_end) {
+            Prefetch(ring, line + block + i, channels, vector, task.vectors);
+          }
           const Shifted<A> taps = {lines + i * max_lines, counts[i],
                                    vector * product.fan * ring.plane(),
                                    kernel + vector * of_vector};

@@ -133,6 +133,31 @@ def test_the_bits_of_an_image_are_those_of_any_batch():
             np.testing.assert_array_equal(image, b[0])
 
 
+@pytest.mark.parametrize(("groups", "size"), [(1, (45, 71)), (64, (131, 301))])
+def test_remainders_by_the_strides_in_several_tasks(groups, size):
+    """A task has lines of all remainders, of which some have fewer lines."""
+    channels, strides, taps = 64, (2, 3), (3, 2)
+    rng = np.random.default_rng(0)
+    kernel = rng.standard_normal((*taps, channels // groups, channels)).astype(np.float32)
+    counts = [(n - t) // s + 1 for n, t, s in zip(size, taps, strides, strict=True)]
+    g = rng.standard_normal((2, *counts, channels)).astype(np.float32)
+
+    def input_grad(g, kernel):
+        def convolve(x):
+            return jaxops.conv2d(x, kernel, strides=strides, padding="VALID", groups=groups)
+
+        (dx,) = jax.vjp(convolve, jnp.zeros((2, *size, channels), g.dtype))[1](g)
+        return dx
+
+    want = np.zeros((2, *size, channels))
+    for t0, t1 in np.ndindex(*taps):
+        factor = kernel[t0, t1].astype(np.float64)
+        to = want[:, t0 :: strides[0], t1 :: strides[1]][:, : counts[0], : counts[1]]
+        to += g @ factor.T if groups == 1 else g * factor[0]
+    (dx,) = on_cpu(input_grad, g, kernel)
+    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-4)
+
+
 def test_strides_beyond_taps_and_long_lines():
     """Lines of a remainder that has no taps in two dimensions were cut into tasks of none."""
     channels, length = 1024, 3300
