@@ -71,7 +71,8 @@ JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan
 // Has a cache fetch `channels` of each of `count` pixels. GCC leaves out calls of functions that do
 // nothing but prefetch.
 template <typename S>
-JAXOPS_ALWAYS_INLINE void PrefetchPixels(const S* from, int64_t stride, int64_t channels, int64_t count) {
+JAXOPS_ALWAYS_INLINE void PrefetchPixels(const S* from, int64_t stride, int64_t channels,
+                                         int64_t count) {
   constexpr int64_t kCacheLine = 64 / sizeof(S);
   for (int64_t i = 0; i < count; ++i, from += stride) {
     for (int64_t c = 0; c < channels; c += kCacheLine) __builtin_prefetch(from + c);
@@ -157,8 +158,9 @@ struct Ring {
   }
 
   // Fetches part `part` of `parts` of line `number`, which `Get` will copy.
-  JAXOPS_ALWAYS_INLINE void Prefetch(int64_t number, const S* image, int64_t size, int64_t channels, int64_t channel,
-                int64_t count, int64_t part, int64_t parts) const {
+  JAXOPS_ALWAYS_INLINE void Prefetch(int64_t number, const S* image, int64_t size, int64_t channels,
+                                     int64_t channel, int64_t count, int64_t part,
+                                     int64_t parts) const {
     const int64_t stride = channels / columns * fan;
     const int64_t begin = size * part / parts;
     const S* from = image + (number * size + begin) * stride + channel / columns * fan;
@@ -367,8 +369,8 @@ struct Convolver {
   }
 
   // Fetches part `part` of `parts` of the lines that the last taps of a line of results read.
-  JAXOPS_ALWAYS_INLINE void Prefetch(const Ring<S>& ring, int64_t line, int64_t channels, int64_t part,
-                int64_t parts) const {
+  JAXOPS_ALWAYS_INLINE void Prefetch(const Ring<S>& ring, int64_t line, int64_t channels,
+                                     int64_t part, int64_t parts) const {
     const auto& [a0, a1, a2] = product.axes;
     const S* source = static_cast<const S*>(product.sources[task.image]);
     const int64_t in1 = a1.first + line % a1.count * a1.step + (a1.taps - 1) * a1.tap_step;

@@ -84,11 +84,6 @@ constexpr Family<SigmoidCall> kFamilies[] = {
     {"hard", CanRunHard, Always<SigmoidCall>, LaunchHard},
     // Every element has a target of its own, and booleans are read as bytes: the gradient of
     // (191772, 80) f32 takes 36.6 µs on an H200, and took 86.1 after a pass that made them floats.
-    // Sums of floats gain by wide vectors: 42.9 -> 32.6 µs.
-    {"wide_soft", CanRunWideSoft, Always<SigmoidCall>, LaunchWideSoft},
-    // In f32, gradients of floats gain nothing by wide vectors: (191772, 80) takes 62.5 µs,
-    // and 68.1
-    // with these.
     {"soft", CanRunSoft, Always<SigmoidCall>, LaunchSoft},
 };
 

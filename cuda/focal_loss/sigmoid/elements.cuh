@@ -338,8 +338,8 @@ inline bool IsAligned(const SigmoidCall& call, int elements) {
   return call.entries() == 1 || call.size() % elements == 0;
 }
 
-// From this number of entries on, one block of Hard, Soft or WideSoft has all elements of an entry,
-// if they are at most the second number.
+// From this number of entries on, one block of Hard or Soft has all elements of an entry, if they
+// are at most the second number.
 inline constexpr int64_t kManyEntries = 1024;
 inline constexpr int64_t kMaxEntryOfBlock = 1 << 14;
 

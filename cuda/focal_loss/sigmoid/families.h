@@ -57,11 +57,7 @@ cudaError_t LaunchStreamedSum(cudaStream_t stream, const SigmoidCall& call, cons
 bool CanRunHard(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchHard(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 
-// wide_soft.cu runs booleans, and sums alone of all soft labels.
-bool CanRunWideSoft(const SigmoidCall& call, const Device& device);
-cudaError_t LaunchWideSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device);
-
-// soft.cu runs soft labels that are floats, but for sums alone.
+// soft.cu runs all soft labels.
 bool CanRunSoft(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 

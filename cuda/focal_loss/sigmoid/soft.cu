@@ -1,16 +1,52 @@
-// This kernel computes elementwise results of the sigmoid focal loss of soft labels that are
-// floats, and gradients with their sums.
+// This kernel computes the sigmoid focal loss of soft labels: floats or booleans.
+#include <algorithm>
+
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Soft is the kernel for soft labels.
-template <typename T, typename L, int kCount, Rows kRows, Want kWant>
+// ReadFactors sets the factors of kCount neighbours from `at` on, of which `left` exist: a target
+// mixes those of its row.
+template <typename A, typename T, typename L, int kCount>
+__device__ __forceinline__ void ReadFactors(A (&factor)[kCount], const SigmoidParams& p,
+                                            const Entry<T, L>& entry, int at, int left,
+                                            const A (&y)[kCount]) {
+  uint32_t row = entry.skipped + at;
+  const uint32_t position = p.classes.DivMod(row);
+  const Row<A> first = entry.ReadRow(row);
+  if (p.classes.divisor() >= kCount) {
+    // The elements from the boundary on lie in a second row.
+    const int boundary = static_cast<int>(min(p.classes.divisor() - position, uint32_t{kCount}));
+    const Row<A> second = boundary < min(left, kCount) ? entry.ReadRow(row + 1) : first;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const Row<A>& terms = k < boundary ? first : second;
+      factor[k] = y[k] * terms.positive + (1 - y[k]) * terms.negative;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const uint32_t element = entry.skipped + at + min(k, left - 1);
+      const Row<A> terms = k == 0 ? first : entry.ReadRow(p.classes.Quotient(element));
+      factor[k] = y[k] * terms.positive + (1 - y[k]) * terms.negative;
+    }
+  }
+}
+
+// Most targets of a loss are 0 or 1, but the branch that uses it costs gradients registers.
+template <typename L, Want kWant>
+inline constexpr TargetValues kTargetValues = kIsBool<L>            ? TargetValues::kBinary
+                                              : kWant == Want::kSum ? TargetValues::kOftenBinary
+                                                                    : TargetValues::kAny;
+
+// Soft is the kernel for labels of type L.
+template <typename T, typename L, int kCount, Want kWant, int kPower>
 __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ SigmoidParams p) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
-  constexpr bool kSums = kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
   uint32_t block = blockIdx.x;
   const int64_t begin = p.splits.DivMod(block) * p.per_block;
   const Entry<T, L> entry(p, block, begin);
@@ -25,92 +61,99 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
     const bool whole = left >= kCount;
     const auto logits = LoadSome<T, kCount>(entry.logits + at, whole, left);
     const auto labels = LoadSome<L, kCount>(entry.labels + at, whole, left);
-    uint32_t row = entry.skipped + at;
-    const uint32_t position = p.classes.DivMod(row);
-    Row<A> terms[kCount];
-    terms[0] = entry.ReadRow(row);
-    if constexpr (kRows == Rows::kAny) {
-#pragma unroll
-      for (int k = 1; k < kCount; ++k) {
-        terms[k] = entry.ReadRow(p.classes.Quotient(entry.skipped + min(at + k, length - 1)));
-      }
-    } else {
-      const int boundary = static_cast<int>(min(p.classes.divisor() - position, uint32_t{kCount}));
-      const Row<A> second = boundary < min(left, kCount) ? entry.ReadRow(row + 1) : terms[0];
-#pragma unroll
-      for (int k = 1; k < kCount; ++k) terms[k] = k < boundary ? terms[0] : second;
-    }
     A z[kCount], loss[kCount], slope[kCount], factor[kCount], y[kCount];
     WidenVector(z, logits);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      y[k] = static_cast<A>(Widen(labels.values[k]));
-      factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
+      y[k] = ReadTarget<A>(labels.values[k]);
+      factor[k] = y[k] * entry.positive() + (1 - y[k]) * entry.negative();
     }
-    EvaluateSoft<kSlope, TargetValues::kAny>(loss, slope, z, y, factor, p.call.power, entry.gamma);
+    if (entry.weighted()) ReadFactors(factor, p, entry, at, left, y);
+    EvaluateSoft<kSlope, kTargetValues<L, kWant>>(loss, slope, z, y, factor, power, entry.gamma);
+    if constexpr (kWant != Want::kSum) {
+      StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
+                           left);
+    }
+    if constexpr (kSums) {
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      if (k >= left) loss[k] = 0;
+      for (int k = 0; k < kCount; ++k) {
+        if (k >= left) loss[k] = 0;
+      }
+      total += SumOf(loss);
     }
-    StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
-                         left);
-    if constexpr (kSums) total += SumOf(loss);
   }
   if constexpr (kSums) Finish(p, block, clustered, total);
 }
 
+// A thread has at most this number of elements of a gradient of floats: more need more registers
+// than they gain.
+constexpr int kMaxGradients = 4;
+
+template <typename T, typename L, Want kWant>
+inline constexpr int kVector =
+    kIsBool<L> || kWant == Want::kSum
+        ? kInRow<T>
+        : std::min(kVectorElements<T>, kWant == Want::kLoss ? kInRow<T> : kMaxGradients);
+
 struct Plan {
-  int vector;  // neighbours per thread
-  Rows rows;   // of a vector
+  bool has_vectors;
   Segments segments;
 
-  Plan(const SigmoidCall& call, const Device& device)
-      : Plan(call, device, kVectorBytes / jaxops::cuda::SizeOf(call.loss.dtype)) {}
+  Plan(const SigmoidCall& call, const Device& device) : Plan(call, device, Width(call.loss)) {}
 
  private:
+  static int VectorElements(const Sigmoid& loss) {
+    return static_cast<int>(kVectorBytes / jaxops::cuda::SizeOf(loss.dtype));
+  }
+
+  // This is kVector.
+  static int Width(const Sigmoid& loss) {
+    if (loss.target_type != TargetType::kBool && !IsSumAlone(loss)) {
+      const int vector = VectorElements(loss);
+      return loss.gradient == nullptr ? vector : std::min(vector, kMaxGradients);
+    }
+    return loss.dtype == DType::kF64 ? kInRow<double> : kInRow<float>;
+  }
+
+  // A vector of booleans is one access; others are several of kVectorBytes.
+  static int AlignedElements(const Sigmoid& loss, int width) {
+    return loss.target_type == TargetType::kBool ? width : std::min(width, VectorElements(loss));
+  }
+
   Plan(const SigmoidCall& call, const Device& device, int width)
-      : vector(IsAligned(call, width) ? width : 1),
-        rows(vector > 1 && call.loss.classes >= width ? Rows::kTwo : Rows::kAny),
-        segments(call, device, width, kThreads * vector) {}
+      : has_vectors(IsAligned(call, AlignedElements(call.loss, width))),
+        segments(call, device, width, kThreads * (has_vectors ? width : 1)) {}
 };
 
-template <typename T, typename L, int kCount, Rows kRows>
-cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments& segments) {
-  return DispatchWant(call.loss, [&](auto want) -> cudaError_t {
-    if constexpr (want.value == Want::kSum) {
-      return cudaErrorInvalidValue;
-    } else {
-      return LaunchSegments<Accumulator<T>>(Soft<T, L, kCount, kRows, want.value>, stream, call,
-                                            segments);
-    }
-  });
-}
-
+// The exponent of the paper is a template argument for vectors.
 template <typename T, typename L>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
-  const Segments& segments = plan.segments;
-  constexpr int kWidth = kVectorElements<T>;
-  if (plan.rows == Rows::kTwo) return Launch<T, L, kWidth, Rows::kTwo>(stream, call, segments);
-  return plan.vector == 1 ? Launch<T, L, 1, Rows::kAny>(stream, call, segments)
-                          : Launch<T, L, kWidth, Rows::kAny>(stream, call, segments);
+  return DispatchWant(call.loss, [&](auto want) -> cudaError_t {
+    constexpr Want kWant = want.value;
+    constexpr int kTwo = static_cast<int>(Power::kTwo);
+    constexpr int kCount = kVector<T, L, kWant>;
+    const auto launch = [&](auto kernel) {
+      return LaunchSegments<Accumulator<T>>(kernel, stream, call, plan.segments);
+    };
+    if (!plan.has_vectors) return launch(Soft<T, L, 1, kWant, kRunTime>);
+    return call.loss.power == Power::kTwo ? launch(Soft<T, L, kCount, kWant, kTwo>)
+                                          : launch(Soft<T, L, kCount, kWant, kRunTime>);
+  });
 }
 
 }  // namespace
 
-// For others nothing is compiled.
 bool CanRunSoft(const SigmoidCall& call, const Device& device) {
-  const Sigmoid& loss = call.loss;
-  return loss.soft && loss.target_type != TargetType::kBool && !IsSumAlone(loss) &&
-         Plan(call, device).segments.IsIndexable(call);
+  return call.loss.soft && Plan(call, device).segments.IsIndexable(call);
 }
 
 cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device) {
   const Plan plan(call, device);
   return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    return call.loss.target_type == TargetType::kLogits
-               ? Launch<T, T>(stream, call, plan)
-               : Launch<T, Accumulator<T>>(stream, call, plan);
+    return DispatchTargets<T>(call.loss.target_type, [&](auto target) {
+      return Launch<T, decltype(target)>(stream, call, plan);
+    });
   });
 }
 
