@@ -782,6 +782,20 @@ def test_a_sum_under_vmap_is_that_of_its_entry(kind, rows, dtype, platform):
             np.testing.assert_array_equal(together[i], single)
 
 
+@pytest.mark.parametrize("targets", ["bfloat16", "float32"])
+def test_entries_that_vectors_of_16_bits_do_not_divide(targets, platform):
+    """Gradients take 4 elements at a time, and sums 8."""
+    logits, _ = random_case(rows=3 * 2049, classes=4, dtype=jnp.bfloat16)
+    logits = logits.reshape(3, 2049, 4)
+    soft = np.random.default_rng(0).random(logits.shape).astype(jnp.dtype(targets))
+    both = jax.value_and_grad(functools.partial(jaxops.sigmoid_focal_loss, reduction="sum"))
+    sums, gradients = run(jax.vmap(both), platform, logits, soft)
+    for i in range(3):
+        total, gradient = run(both, platform, logits[i], soft[i])
+        np.testing.assert_allclose(sums[i], total, rtol=1e-5)
+        np.testing.assert_array_equal(gradients[i], gradient)
+
+
 @pytest.mark.parametrize(
     ("operator", "labels"),
     [

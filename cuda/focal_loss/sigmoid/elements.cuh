@@ -211,13 +211,11 @@ __device__ __forceinline__ A ReadTarget(L target) {
   }
 }
 
-// TargetValues says which targets the code serves: any; any, of which most are 0 or 1; or those
-// alone. Targets 0 and 1 need neither a logarithm nor a division, and have the same bits without.
-enum class TargetValues { kAny, kOftenBinary, kBinary };
-
 // EvaluateSoft computes the loss and the slope for targets between 0 and 1; `small` and `big` are
-// the parts of y and 1 - y that weigh the less and the more probable of the two answers.
-template <bool kSlope, TargetValues kLabels, typename A, int kCount>
+// the parts of y and 1 - y that weigh the less and the more probable of the two answers. Targets 0
+// and 1 need neither a logarithm nor a division, and have the same bits without; with kBinary there
+// are no others.
+template <bool kSlope, bool kBinary, typename A, int kCount>
 __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const A (&y)[kCount],
                                              const A (&factor)[kCount], Power power, A gamma) {
@@ -232,8 +230,7 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
     const A log1p = Log1p(e[k], inverse * e[k], A(0));
     scaled[k] = inverse * sum;
     entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
-    bool has_log = power == Power::kAny && kLabels != TargetValues::kBinary;
-    if (kLabels == TargetValues::kOftenBinary) has_log = has_log && small != 0 && big != 0;
+    const bool has_log = !kBinary && power == Power::kAny && small != 0 && big != 0;
     const double log_sum = has_log ? log(static_cast<double>(sum)) : 0;
     log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
     log_low[k] = (big == 0 ? A(0) : static_cast<A>(log_sum - log_high[k])) - log1p;
@@ -248,9 +245,7 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
       const A small = z[k] >= 0 ? y[k] : 1 - y[k];
       const A big = z[k] >= 0 ? 1 - y[k] : y[k];
       const A rest = inverse * e[k];
-      const A share = big == 0                           ? inverse
-                      : kLabels == TargetValues::kBinary ? rest
-                                                         : rest / (small * e[k] + big);
+      const A share = big == 0 ? inverse : kBinary ? rest : rest / (small * e[k] + big);
       const A by_entropy = inverse * (z[k] >= 0 ? big - small * e[k] : small * e[k] - big);
       slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
     }
@@ -310,27 +305,31 @@ struct FewParams {
         sum(call.sum) {}
 };
 
+inline Want WantOf(const Sigmoid& call) {
+  if (call.gradient != nullptr) return call.sum != nullptr ? Want::kBoth : Want::kGradient;
+  return call.sum != nullptr ? Want::kSum : Want::kLoss;
+}
+
 // DispatchWant calls `function` with the wanted results of the call as a constant.
 template <typename Function>
 cudaError_t DispatchWant(const Sigmoid& call, Function&& function) {
-  const auto with = [&](auto want) { return function(want); };
-  if (call.gradient != nullptr) {
-    return call.sum != nullptr ? with(std::integral_constant<Want, Want::kBoth>())
-                               : with(std::integral_constant<Want, Want::kGradient>());
+  switch (WantOf(call)) {
+    case Want::kBoth:
+      return function(std::integral_constant<Want, Want::kBoth>());
+    case Want::kGradient:
+      return function(std::integral_constant<Want, Want::kGradient>());
+    case Want::kSum:
+      return function(std::integral_constant<Want, Want::kSum>());
+    case Want::kLoss:
+      break;
   }
-  return call.sum != nullptr ? with(std::integral_constant<Want, Want::kSum>())
-                             : with(std::integral_constant<Want, Want::kLoss>());
+  return function(std::integral_constant<Want, Want::kLoss>());
 }
 
 // IsUnweighted says whether rows have class ids of logits other than f64, and neither weights nor
 // ignored rows.
 inline bool IsUnweighted(const Sigmoid& loss) {
   return !loss.soft && loss.dtype != DType::kF64 && loss.weight == nullptr && !loss.has_ignored;
-}
-
-// IsSumAlone says whether a call wants nothing but its sum.
-inline bool IsSumAlone(const Sigmoid& loss) {
-  return loss.loss == nullptr && loss.gradient == nullptr;
 }
 
 // IsAligned says whether each batch entry is aligned to vectors of this size.

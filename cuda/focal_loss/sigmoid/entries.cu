@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(kThreads) ManyEntries(const __grid_constant__ 
       EvaluateHard<kSlope, true, kDigitsOf<T, kWant>>(loss, slope, z, target, factor, power,
                                                       entry.gamma);
     } else {
-      EvaluateSoft<kSlope, kIsBool<L> ? TargetValues::kBinary : TargetValues::kAny>(
-          loss, slope, z, y, factor, power, entry.gamma);
+      EvaluateSoft<kSlope, kIsBool<L>>(loss, slope, z, y, factor, power, entry.gamma);
     }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
