@@ -53,6 +53,10 @@ JAXOPS_DEFINE_BEST_KERNELS();
 constexpr int64_t kTaskVectors = 200'000;
 // Tasks that keep the threads of a large machine busy, if sums have to be cut for that.
 constexpr int64_t kManyTasks = 64;
+// Phases that share tasks, at most: a task has all phases of its lines, which then are in a cache
+// for all but the first. (32,64,56,56,128,1) bf16 with strides of 2 takes 1.33 ms for 2.32.
+constexpr int64_t kMaxJoinedPhases = 64;
+constexpr int64_t kMaxJoinedBytes = 1024 * 1024;  // of their packed kernels
 constexpr int64_t kAlignment = 64;
 
 // Memory that is aligned to a cache line and not initialised.
@@ -126,7 +130,8 @@ Axis InputGradAxis(const Window& window, int64_t begin) {
   return axis;
 }
 
-// Calls f with the axes of the results, all of them or those of each remainder by the strides.
+// A phase is the forward product, or an input gradient at the pixels of one remainder by the
+// strides. Calls f with the axes of each phase.
 template <typename F>
 void ForEachPhase(const Call& call, bool is_forward, F f) {
   const auto& [d0, d1, d2] = call.dims;
@@ -173,8 +178,64 @@ struct ChannelBlocks {
   }
 };
 
-void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
+// Part [begin, end) of a phase's `count` lines or spans that goes with part [begin, end) of
+// `whole`.
+struct Part {
+  int64_t begin, end;
+
+  Part(int64_t task, int64_t per_task, int64_t whole, int64_t count)
+      : begin(At(task * per_task, whole, count)), end(At((task + 1) * per_task, whole, count)) {}
+
+ private:
+  static int64_t At(int64_t at, int64_t whole, int64_t count) {
+    return static_cast<int64_t>(static_cast<__int128>(std::min(at, whole)) * count / whole);
+  }
+};
+
+void ConvolvePhases(const Call& call, const std::vector<depthwise::Product>& phases,
+                    const ParallelFor& parallel_for) {
+  if (phases.empty()) return;
   const depthwise::Kernels& kernels = depthwise::BestKernels();
+  const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
+  const int64_t channels = phases[0].channels;
+  int64_t ring_bytes = 0;  // of a vector
+  for (const depthwise::Product& phase : phases) {
+    const auto& [a0, a1, a2] = phase.axes;
+    const int64_t width = a2.count * a2.step * phase.fan;
+    ring_bytes = std::max(ring_bytes, width * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
+  }
+  const ChannelBlocks blocks(channels, lanes, ring_bytes);
+  int64_t vectors = 0, space_bytes = 0, taps = 0, lines = 0;
+  const auto count_lines = [](const depthwise::Product& phase) {
+    return phase.axes[0].count * phase.axes[1].count;
+  };
+  for (const depthwise::Product& phase : phases) {
+    const auto& [a0, a1, a2] = phase.axes;
+    lines = std::max(lines, count_lines(phase));
+    vectors += blocks.vectors * count_lines(phase) * a2.count *
+               (phase.fan * a0.taps * a1.taps * a2.taps + 1);
+    taps = std::max(taps, a1.taps);
+    space_bytes = std::max(space_bytes, kernels.convolve_space(phase, blocks.vectors));
+  }
+  // A task copies the lines before its first one again.
+  const int64_t per_task = std::clamp(kTaskVectors / CeilDiv(vectors, lines),
+                                      std::min(lines, std::max<int64_t>(1, 4 * taps)), lines);
+  const int64_t tasks = CeilDiv(lines, per_task);
+  const int64_t images = call.images.size();
+  RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
+    const Memory space(space_bytes);
+    for (const depthwise::Product& phase : phases) {
+      const Part part(i % tasks, per_task, lines, count_lines(phase));
+      if (part.begin == part.end) continue;
+      const depthwise::Task task = {i / tasks / blocks.count,
+                                    i / tasks % blocks.count * blocks.vectors * lanes,
+                                    blocks.vectors, part.begin, part.end};
+      kernels.convolve(phase, task, space.get());
+    }
+  });
+}
+
+void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
   depthwise::Product product = {};
   product.sources = call.images.data();
   product.results = call.results.data();
@@ -189,50 +250,17 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
   product.fan_stride = is_forward ? call.outputs : 1;
   product.column_stride = is_forward ? 1 : call.outputs;
   product.group_stride = fan_out;
-  const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
   std::vector<depthwise::Product> phases;
-  int64_t ring_bytes = 0;  // of a vector
   ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
     std::copy_n(axes, kMaxDims, product.axes);
-    const auto& [a0, a1, a2] = axes;
-    if (a0.count * a1.count * a2.count == 0) return;
-    const int64_t width = a2.count * a2.step * product.fan;
-    ring_bytes = std::max(ring_bytes, width * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
+    if (axes[0].count * axes[1].count * axes[2].count == 0) return;
+    if (std::ssize(phases) == kMaxJoinedPhases) {
+      ConvolvePhases(call, phases, parallel_for);
+      phases.clear();
+    }
     phases.push_back(product);
   });
-  if (phases.empty()) return;
-  const ChannelBlocks blocks(product.channels, lanes, ring_bytes);
-  // A task has all phases of its lines, which then are in a cache for all phases but the first. The
-  // first phase has at least as many lines as any other.
-  int64_t vectors = 0, space_bytes = 0, taps = 0;
-  for (const depthwise::Product& phase : phases) {
-    const auto& [a0, a1, a2] = phase.axes;
-    vectors += blocks.vectors * a0.count * a1.count * a2.count *
-               (phase.fan * a0.taps * a1.taps * a2.taps + 1);
-    taps = std::max(taps, a1.taps);
-    space_bytes = std::max(space_bytes, kernels.convolve_space(phase, blocks.vectors));
-  }
-  const auto lines_of = [](const depthwise::Product& phase) {
-    return phase.axes[0].count * phase.axes[1].count;
-  };
-  const int64_t lines = lines_of(phases[0]);
-  // A task copies the lines before its first one again.
-  const int64_t per_task = std::clamp(kTaskVectors / CeilDiv(vectors, lines),
-                                      std::min(lines, std::max<int64_t>(1, 4 * taps)), lines);
-  const int64_t tasks = CeilDiv(lines, per_task);
-  const int64_t images = call.images.size();
-  RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
-    const Memory space(space_bytes);
-    for (const depthwise::Product& phase : phases) {
-      const int64_t begin = std::min(lines_of(phase), i % tasks * per_task);
-      const int64_t end = std::min(lines_of(phase), begin + per_task);
-      if (begin == end) continue;
-      const depthwise::Task task = {i / tasks / blocks.count,
-                                    i / tasks % blocks.count * blocks.vectors * lanes,
-                                    blocks.vectors, begin, end};
-      kernels.convolve(phase, task, space.get());
-    }
-  });
+  ConvolvePhases(call, phases, parallel_for);
 }
 
 // How lines of all images, or their spans, are cut into sums.
@@ -312,6 +340,71 @@ int64_t SpanOf(const Product& product) {
   return CeilDiv(CeilDiv(axis.count, CeilDiv(axis.count, most)), kMinPixels) * kMinPixels;
 }
 
+struct Phase {
+  Product product;
+  Memory packed;
+  std::vector<Panel> panels;
+};
+
+int64_t PackedBytes(const Call& call, const Blocks& blocks, int64_t lanes, const Product& phase) {
+  return phase.segments() * phase.packed_rows() * call.groups * blocks.vectors * lanes *
+         SizeOf(phase.dtype);
+}
+
+void MultiplyPhases(const Call& call, const Blocks& blocks, int64_t lanes,
+                    std::vector<Phase>& phases, const ParallelFor& parallel_for) {
+  if (phases.empty()) return;
+  const Kernels& kernels = BestKernels();
+  const int64_t panels = call.groups * blocks.count;
+  RunTasks(std::ssize(phases) * panels, parallel_for, [&](int64_t i) {
+    Phase& phase = phases[i / panels];
+    const int64_t panel = i % panels;
+    const int64_t group = panel / blocks.count, block = panel % blocks.count;
+    const int64_t first = blocks.First(block) * lanes;
+    const int64_t rows = phase.product.segments() * phase.product.packed_rows();
+    const int64_t offset = (group * blocks.vectors * lanes + first) * rows;
+    phase.panels[panel] = {group, first, blocks.Vectors(block), true,
+                           At(phase.packed.get(), offset, phase.product.dtype)};
+    kernels.pack(phase.product, phase.panels[panel]);
+  });
+  // A task has all panels if a cache holds them, so that no two threads write neighbouring columns
+  // of the same results: (1,64,56,56,256,1) bfloat16 takes 0.35 in place of 0.40 ms. Otherwise it
+  // has one. There are no more tasks than threads need to end at about the same time, as each reads
+  // all of its panels and copies lines that the one before has.
+  constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
+  const auto count_vectors = [](const Product& phase) {
+    return phase.spans() * phase.span * (phase.segments() * phase.segment() + 1);
+  };
+  int64_t in_task = panels, vectors = 0, space_bytes = 0;
+  const Product* largest = &phases[0].product;
+  for (const Phase& phase : phases) {
+    if (PackedBytes(call, blocks, lanes, phase.product) > kCacheBytes) in_task = 1;
+    if (count_vectors(phase.product) > count_vectors(*largest)) largest = &phase.product;
+    vectors += count_vectors(phase.product);
+    space_bytes = std::max(space_bytes, kernels.multiply_space(phase.product));
+  }
+  const int64_t spans = largest->spans();
+  const int64_t span_vectors =
+      CeilDiv(vectors, spans) * CeilDiv(blocks.vectors * call.groups * in_task, panels);
+  int64_t per_task =
+      std::max({int64_t{1}, spans * panels / (in_task * kTasksPerThread * parallel_for.threads),
+                kTaskVectors / span_vectors});
+  // Whole blocks, if every thread has a few.
+  const int64_t fair = CeilDiv(spans * panels, 2 * in_task * parallel_for.threads);
+  const int64_t in_blocks = CeilDiv(per_task, largest->lines) * largest->lines;
+  per_task = std::max(per_task, std::min(in_blocks, fair));
+  const int64_t tasks = CeilDiv(spans, per_task);
+  RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
+    const Memory space(space_bytes);
+    for (const Phase& phase : phases) {
+      const Part part(i % tasks, per_task, spans, phase.product.spans());
+      if (part.begin == part.end) continue;
+      kernels.multiply(phase.product, &phase.panels[i / tasks * in_task], in_task, part.begin,
+                       part.end, space.get());
+    }
+  });
+}
+
 void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
   const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
@@ -343,78 +436,25 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
   const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
   const Blocks blocks(product.columns, lanes, product.max_vectors);
   const int64_t panels = call.groups * blocks.count;
-  const auto packed_bytes = [&](const Product& phase) {
-    return phase.segments() * phase.packed_rows() * call.groups * blocks.vectors * lanes *
-           SizeOf(phase.dtype);
-  };
-  struct Phase {
-    Product product;
-    Memory packed;
-    std::vector<Panel> panels;
-  };
   std::vector<Phase> phases;
+  int64_t joined_bytes = 0;
+  const auto run = [&] {
+    MultiplyPhases(call, blocks, lanes, phases, parallel_for);
+    phases.clear();
+    joined_bytes = 0;
+  };
   ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
     std::copy_n(axes, kMaxDims, product.axes);
     product.is_merged = axes[2].tap_step == 1;
     product.span = std::max<int64_t>(1, SpanOf(product));
     if (product.spans() == 0 || panels == 0) return;
     product.lines = kernels.block_lines(product);
-    phases.push_back({product, Memory(packed_bytes(product)), std::vector<Panel>(panels)});
+    const int64_t bytes = PackedBytes(call, blocks, lanes, product);
+    if (std::ssize(phases) == kMaxJoinedPhases || joined_bytes + bytes > kMaxJoinedBytes) run();
+    phases.push_back({product, Memory(bytes), std::vector<Panel>(panels)});
+    joined_bytes += bytes;
   });
-  if (phases.empty()) return;
-  RunTasks(std::ssize(phases) * panels, parallel_for, [&](int64_t i) {
-    Phase& phase = phases[i / panels];
-    const int64_t panel = i % panels;
-    const int64_t group = panel / blocks.count, block = panel % blocks.count;
-    const int64_t first = blocks.First(block) * lanes;
-    const int64_t rows = phase.product.segments() * phase.product.packed_rows();
-    const int64_t offset = (group * blocks.vectors * lanes + first) * rows;
-    phase.panels[panel] = {group, first, blocks.Vectors(block), true,
-                           At(phase.packed.get(), offset, phase.product.dtype)};
-    kernels.pack(phase.product, phase.panels[panel]);
-  });
-  // A task has all panels if a cache holds them, so that no two threads write neighbouring columns
-  // of the same results: (1,64,56,56,256,1) bfloat16 takes 0.35 in place of 0.40 ms. Otherwise it
-  // has one. There are no more tasks than threads need to end at about the same time, as each reads
-  // all of its panels and copies lines that the one before has. A task has all phases of its
-  // lines, which then are in a cache for all phases but the first.
-  constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
-  const auto vectors_of = [&](const Product& phase) {
-    return phase.spans() * phase.span * (phase.segments() * phase.segment() + 1);
-  };
-  int64_t in_task = panels, vectors = 0, space_bytes = 0;
-  const Product* longest = &phases[0].product;
-  for (const Phase& phase : phases) {
-    if (packed_bytes(phase.product) > kCacheBytes) in_task = 1;
-    if (vectors_of(phase.product) > vectors_of(*longest)) longest = &phase.product;
-    vectors += vectors_of(phase.product);
-    space_bytes = std::max(space_bytes, kernels.multiply_space(phase.product));
-  }
-  const int64_t span_vectors =
-      CeilDiv(vectors, longest->spans()) * CeilDiv(blocks.vectors * call.groups * in_task, panels);
-  const int64_t spans =
-      longest->spans() * panels / (in_task * kTasksPerThread * parallel_for.threads);
-  int64_t per_task = std::max({int64_t{1}, spans, kTaskVectors / span_vectors});
-  // Whole blocks, if every thread has a few.
-  const auto in_blocks = [](int64_t count, const Product& phase) {
-    return CeilDiv(count, phase.lines) * phase.lines;
-  };
-  const int64_t fair = CeilDiv(longest->spans() * panels, 2 * in_task * parallel_for.threads);
-  per_task = std::max(per_task, std::min(in_blocks(per_task, *longest), fair));
-  const int64_t tasks = CeilDiv(longest->spans(), per_task);
-  RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
-    const Memory space(space_bytes);
-    for (const Phase& phase : phases) {
-      const int64_t all = phase.product.spans();
-      const int64_t some =
-          &phase.product == longest ? per_task : in_blocks(CeilDiv(all, tasks), phase.product);
-      const int64_t begin = std::min(all, i % tasks * some);
-      const int64_t end = std::min(all, begin + some);
-      if (begin == end) continue;
-      kernels.multiply(phase.product, &phase.panels[i / tasks * in_task], in_task, begin, end,
-                       space.get());
-    }
-  });
+  run();
 }
 
 void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {

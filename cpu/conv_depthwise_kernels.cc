@@ -68,7 +68,7 @@ JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan
   }
 }
 
-// Has a cache fetch `channels` of each of `count` pixels. GCC leaves out calls of functions that do
+// Prefetches `channels` of each of `count` pixels. GCC leaves out calls of functions that do
 // nothing but prefetch.
 template <typename S>
 JAXOPS_ALWAYS_INLINE void PrefetchPixels(const S* from, int64_t stride, int64_t channels,
@@ -157,7 +157,7 @@ struct Ring {
     return to - low * kLanes<A>;
   }
 
-  // Fetches part `part` of `parts` of line `number`, which `Get` will copy.
+  // Prefetches part `part` of `parts` of line `number`, which `Get` will copy.
   JAXOPS_ALWAYS_INLINE void Prefetch(int64_t number, const S* image, int64_t size, int64_t channels,
                                      int64_t channel, int64_t count, int64_t part,
                                      int64_t parts) const {
@@ -368,13 +368,13 @@ struct Convolver {
     return count;
   }
 
-  // Fetches part `part` of `parts` of the lines that the last taps of a line of results read.
+  // Prefetches part `part` of `parts` of the lines that the last taps of a line of results read.
   JAXOPS_ALWAYS_INLINE void Prefetch(const Ring<S>& ring, int64_t line, int64_t channels,
                                      int64_t part, int64_t parts) const {
     const auto& [a0, a1, a2] = product.axes;
     const S* source = static_cast<const S*>(product.sources[task.image]);
     const int64_t in1 = a1.first + line % a1.count * a1.step + (a1.taps - 1) * a1.tap_step;
-    if (in1 < 0 || in1 >= a1.size) return;
+    if (a1.taps == 0 || in1 < 0 || in1 >= a1.size) return;
     for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
       const int64_t in0 = a0.first + line / a1.count * a0.step + j0 * a0.tap_step;
       if (in0 < 0 || in0 >= a0.size) continue;
@@ -427,6 +427,9 @@ struct Convolver {
     A* sums = kernel + task.vectors * of_vector;
     CopyKernel(channels, kernel);
     const bool is_finite = AreFinite(kernel, CeilDiv(channels, kLanes<A>) * of_vector);
+    // Copies wait for lines that hardware does not prefetch: (32,128,28,28,128,3) f32 in 32 groups
+    // took 3.52 ms and takes 3.17. Depthwise gains nothing.
+    const bool prefetches = product.fan > 1 || product.columns > 1;
     for (int64_t line = task.line_begin; line < task.line_end;) {
       // Neighbouring lines share most of the lines that they read.
       int64_t counts[kLines];
@@ -439,9 +442,8 @@ struct Convolver {
       for (int64_t c = 0; c < channels; c += kLanes<A>) {
         const int64_t vector = c / kLanes<A>;
         for (int64_t i = 0; i < block; ++i) {
-          // Processors do not foresee the next line while they compute this one.
-          if (line + block + i < task.line_end) {
-            Prefetch(ring, line + block + i, channels, vector, task.vectors);
+          if (prefetches && line + block + i < task.line_end) {
+            Prefetch(ring, line + block + i, channels, vector, CeilDiv(channels, kLanes<A>));
           }
           const Shifted<A> taps = {lines + i * max_lines, counts[i],
                                    vector * product.fan * ring.plane(),

@@ -133,29 +133,43 @@ def test_the_bits_of_an_image_are_those_of_any_batch():
             np.testing.assert_array_equal(image, b[0])
 
 
-@pytest.mark.parametrize(("groups", "size"), [(1, (45, 71)), (64, (131, 301))])
-def test_remainders_by_the_strides_in_several_tasks(groups, size):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("channels", "groups", "size", "strides", "taps"),
+    [
+        (64, 1, (45, 71), (2, 3), (3, 2)),
+        (64, 64, (131, 301), (2, 3), (3, 2)),
+        (352, 1, (20, 23), (2, 2), (4, 3)),  # kernels that no cache holds
+        (16, 1, (9, 3, 41), (2, 2, 3), (3, 3, 3)),  # remainders with half of the lines of others
+        (32, 32, (9, 3, 41), (2, 2, 3), (3, 3, 3)),
+        (8, 1, (37, 41), (9, 10), (3, 4)),  # more remainders than share a task
+        (16, 16, (37, 41), (9, 10), (3, 4)),
+    ],
+)
+def test_remainders_by_the_strides_in_several_tasks(channels, groups, size, strides, taps, dtype):
     """A task has lines of all remainders, of which some have fewer lines."""
-    channels, strides, taps = 64, (2, 3), (3, 2)
+    numbers = {2: NUMBERS, 3: ("NDHWC", "DHWIO", "NDHWC")}[len(size)]
+    options = {"window_strides": strides, "padding": "VALID", "dimension_numbers": numbers}
     rng = np.random.default_rng(0)
-    kernel = rng.standard_normal((*taps, channels // groups, channels)).astype(np.float32)
+    kernel = rng.standard_normal((*taps, channels // groups, channels)).astype(jnp.dtype(dtype))
     counts = [(n - t) // s + 1 for n, t, s in zip(size, taps, strides, strict=True)]
-    g = rng.standard_normal((2, *counts, channels)).astype(np.float32)
+    g = rng.standard_normal((2, *counts, channels)).astype(jnp.dtype(dtype))
 
     def input_grad(g, kernel):
         def convolve(x):
-            return jaxops.conv2d(x, kernel, strides=strides, padding="VALID", groups=groups)
+            return jaxops.conv_general_dilated(x, kernel, feature_group_count=groups, **options)
 
         (dx,) = jax.vjp(convolve, jnp.zeros((2, *size, channels), g.dtype))[1](g)
         return dx
 
     want = np.zeros((2, *size, channels))
-    for t0, t1 in np.ndindex(*taps):
-        factor = kernel[t0, t1].astype(np.float64)
-        to = want[:, t0 :: strides[0], t1 :: strides[1]][:, : counts[0], : counts[1]]
-        to += g @ factor.T if groups == 1 else g * factor[0]
+    for tap in np.ndindex(*taps):
+        factor = kernel[tap].astype(np.float64)
+        windows = (slice(t, None, s) for t, s in zip(tap, strides, strict=True))
+        to = want[(slice(None), *windows)][(slice(None), *(slice(n) for n in counts))]
+        to += g.astype(np.float64) @ factor.T if groups == 1 else g * factor[0]
     (dx,) = on_cpu(input_grad, g, kernel)
-    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-4)
+    assert_close([dx], [want], "input gradient", dtype=dtype, terms=kernel[..., 0].size)
 
 
 def test_strides_beyond_taps_and_long_lines():
