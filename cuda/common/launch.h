@@ -18,6 +18,15 @@ namespace jaxops::cuda {
 inline constexpr size_t kSharedWithoutOptIn = 32 * 1024;
 inline constexpr int kSharedOptInLimit = 88 * 1024;
 
+// Threads that a multiprocessor of the architecture which is compiled for runs at a time: launch
+// bounds of more draw a warning. Code for the host does not use the value.
+inline constexpr int kMultiprocessorThreads =
+#if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
+    2048;
+#else
+    1536;
+#endif
+
 // Launches a kernel with `bytes` of dynamic shared memory, at most `opt_in_limit`.
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,

@@ -28,9 +28,17 @@ __device__ __forceinline__ void AddOverBlock(SumOfExp<A>& value) {
   AddOverLanes<kWarps>(value);
 }
 
+// A multiprocessor has two blocks of a gradient if it has the threads.
+template <typename T, bool kGradient>
+constexpr int kStreamBlocks =
+    kGradient && sizeof(T) < 8 &&
+            2 * kStreamThreads<kGradient> <= jaxops::cuda::kMultiprocessorThreads
+        ? 2
+        : 1;
+
 // A block reads a row from memory each time that it needs the row.
 template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof(T) < 8 ? 2 : 1)
+__global__ void __launch_bounds__(kStreamThreads<kGradient>, kStreamBlocks<T, kGradient>)
     StreamedRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   constexpr int kAhead = kStreamAhead<kGradient>;

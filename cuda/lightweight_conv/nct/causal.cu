@@ -41,12 +41,9 @@ constexpr int kAtOnce = sizeof(T) == 2 ? 1 : 2;
 // (1,1024,65536,128,4) f32. Six blocks of 32-bit elements take 131.6 us and five 134.5 with six
 // taps, but 150 and 135 with seven.
 template <typename T, int kTaps>
-constexpr int kForwardBlocks =
-#if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
-    sizeof(T) == 2 ? 8 :
-#endif
-    kTaps <= 6 ? 6
-               : 5;
+constexpr int kForwardBlocks = sizeof(T) == 2 && jaxops::cuda::kMultiprocessorThreads == 2048 ? 8
+                               : kTaps <= 6                                                   ? 6
+                                                                                              : 5;
 // With segments a thread has the loads of this number of channels in flight. For
 // (1,12288,16384,12288,4) bf16 in segments of 1000 steps one channel and six blocks took 218 us,
 // two and five 204, two and four 213; for (4,1024,2048,1024,4) f32 24.7, 24.7 and 22.0. With seven
