@@ -7,7 +7,6 @@ one case run under one clock, in the order in which the rounds interleave them.
 from __future__ import annotations
 
 import bisect
-import ctypes
 import dataclasses
 import pathlib
 import tempfile
@@ -22,8 +21,6 @@ from jaxops._bench.contenders import Call, Contender
 _WINDOW = "jaxops-bench-batch-"
 # Between batches: half of it is what the clocks of host and device may disagree by.
 _PAUSE = 1e-3
-# Of <malloc.h>.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +38,6 @@ class ProfileError(Exception):
 Interval = tuple[float, float]
 #: Gives the seconds of each batch, or why it has none.
 Clock = Callable[[Sequence[Batch]], "Sequence[float | ProfileError]"]
-
-
-def keep_freed_memory() -> None:
-    """Has the C library keep all memory that is freed, where it is GNU's.
-
-    Whether it gives large arrays back to the system depends on what else is in memory, and new
-    pages cost either contender up to a third of a call.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def wall_seconds(batches: Sequence[Batch]) -> list[float]:

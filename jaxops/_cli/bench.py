@@ -31,7 +31,7 @@ from jaxops._bench import (
     results,
     runner,
 )
-from jaxops._bench.clock import ProfileError, keep_freed_memory
+from jaxops._bench.clock import ProfileError
 from jaxops._bench.results import Document, ResultsError
 from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
 from jaxops._cli import models
@@ -250,8 +250,6 @@ def _measure(args: argparse.Namespace) -> Document:
     if args.rounds:
         effort = dataclasses.replace(effort, rounds=args.rounds)
     machine = runner.Machine(platform, device, effort, runner.Stopwatch())
-    if platform == "cpu":
-        keep_freed_memory()
     works, absent = _works(benchmarks, args, platform)
     packages = ["jax", "jaxlib", "jaxops", "numpy"]
     if any(peer.torch for work in works for peer in work.peers):
