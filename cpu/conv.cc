@@ -56,8 +56,8 @@ constexpr int64_t kManyTasks = 64;
 // Phases that share tasks, at most: a task has all phases of its lines, which then are in a cache
 // for all but the first. (32,64,56,56,128,1) bf16 with strides of 2 takes 1.33 ms for 2.32.
 constexpr int64_t kMaxJoinedPhases = 64;
-// Bytes of their packed kernels: (16,512,14,14,512,3) bf16 takes 17.1 ms if all are joined, and 15.7
-// with this limit.
+// Bytes of their packed kernels: (16,512,14,14,512,3) bf16 takes 17.1 ms if all are joined,
+// and 15.7 with this limit.
 constexpr int64_t kMaxJoinedBytes = 1024 * 1024;
 constexpr int64_t kAlignment = 64;
 
