@@ -68,7 +68,7 @@ JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan
   }
 }
 
-// Prefetches `channels` of each of `count` pixels. GCC leaves out calls of functions that do
+// Prefetches `count` pixels, `channels` entries a pixel. GCC leaves out calls of functions that do
 // nothing but prefetch.
 template <typename S>
 JAXOPS_ALWAYS_INLINE void PrefetchPixels(const S* from, int64_t stride, int64_t channels,

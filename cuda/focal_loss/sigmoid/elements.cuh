@@ -310,20 +310,20 @@ inline Want WantOf(const Sigmoid& call) {
   return call.sum != nullptr ? Want::kSum : Want::kLoss;
 }
 
+// DispatchValue calls `function` with the value, which is one of these, as a constant.
+template <auto kFirst, auto... kRest, typename Function>
+cudaError_t DispatchValue(decltype(kFirst) value, Function&& function) {
+  if constexpr (sizeof...(kRest) > 0) {
+    if (value != kFirst) return DispatchValue<kRest...>(value, function);
+  }
+  return function(std::integral_constant<decltype(kFirst), kFirst>());
+}
+
 // DispatchWant calls `function` with the wanted results of the call as a constant.
 template <typename Function>
 cudaError_t DispatchWant(const Sigmoid& call, Function&& function) {
-  switch (WantOf(call)) {
-    case Want::kBoth:
-      return function(std::integral_constant<Want, Want::kBoth>());
-    case Want::kGradient:
-      return function(std::integral_constant<Want, Want::kGradient>());
-    case Want::kSum:
-      return function(std::integral_constant<Want, Want::kSum>());
-    case Want::kLoss:
-      break;
-  }
-  return function(std::integral_constant<Want, Want::kLoss>());
+  return DispatchValue<Want::kBoth, Want::kGradient, Want::kSum, Want::kLoss>(WantOf(call),
+                                                                              function);
 }
 
 // IsUnweighted says whether rows have class ids of logits other than f64, and neither weights nor
@@ -438,22 +438,10 @@ cudaError_t DispatchTargets(TargetType type, Function&& function) {
 // DispatchPower calls `function` with the code of the exponent as a constant.
 template <typename Function>
 cudaError_t DispatchPower(Power power, Function&& function) {
-  const auto call = [&](auto code) {
-    return function(std::integral_constant<int, static_cast<int>(code.value)>());
-  };
-  switch (power) {
-    case Power::kZero:
-      return call(std::integral_constant<Power, Power::kZero>());
-    case Power::kHalf:
-      return call(std::integral_constant<Power, Power::kHalf>());
-    case Power::kOne:
-      return call(std::integral_constant<Power, Power::kOne>());
-    case Power::kTwo:
-      return call(std::integral_constant<Power, Power::kTwo>());
-    case Power::kAny:
-      break;
-  }
-  return call(std::integral_constant<Power, Power::kAny>());
+  return DispatchValue<Power::kZero, Power::kHalf, Power::kOne, Power::kTwo, Power::kAny>(
+      power, [&](auto code) {
+        return function(std::integral_constant<int, static_cast<int>(code.value)>());
+      });
 }
 
 }  // namespace jaxops::focal_loss::cuda
