@@ -33,18 +33,15 @@ _FUNCTIONS = ((jax.nn.relu, "relu"), (jax.nn.silu, "silu"), (jax.nn.gelu, "gelu"
 
 
 def find_name(activation: Any) -> Any:
-    """The key in `ACTIVATIONS` of a name in any case, or of a function of `jax.nn`.
+    """The key in `ACTIVATIONS` of a function of `jax.nn` or of another name.
 
     Anything else is returned as it is.
     """
     for function, name in _FUNCTIONS:
         if activation is function:
             return name
-    if isinstance(activation, str):
-        name = activation.lower()
-        name = "silu" if name == "swish" else name
-        return name if name in ACTIVATIONS else activation
-    return activation
+    is_swish = isinstance(activation, str) and activation.lower() == "swish"
+    return "silu" if is_swish else activation
 
 
 def activation_name(activation: str | None) -> str:

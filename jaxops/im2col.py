@@ -63,9 +63,20 @@ def im2col(
       TypeError: x is not an array, its dtype has less than a byte, or an option is not a static
         integer.
       ValueError: the rank of x or an option is out of what is listed above.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)  # NHWC
+      >>> patches = jaxops.im2col(x, 2, strides=2)
+      >>> patches.shape
+      (1, 2, 2, 2, 2, 1)
+      >>> patches[0, 0, 0, :, :, 0].tolist()
+      [[0.0, 1.0], [4.0, 5.0]]
     """
     name = "im2col"
-    rank, channels_last = windows.data_format(name, data_format)
+    data_format = windows.data_format(name, data_format)
+    rank, channels_last = len(data_format) - 2, data_format.endswith("C")
     x = checks.array(name, "x", x, _shape(data_format))
     if not _has_whole_bytes(x.dtype):
         raise TypeError(f"{name}: x must have a dtype of whole bytes, got {x.dtype}")
@@ -136,9 +147,18 @@ def col2im(
       TypeError: patches are not an array of float16, bfloat16, float32 or float64, or a size or an
         option is not a static integer.
       ValueError: the shapes do not fit each other, or an option is out of what `im2col` lists.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x = jnp.ones((1, 3, 3, 1))  # NHWC
+      >>> patches = jaxops.im2col(x, 2)
+      >>> jaxops.col2im(patches, x.shape)[0, :, :, 0].tolist()  # number of patches at a pixel
+      [[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]
     """
     name = "col2im"
-    rank, channels_last = windows.data_format(name, data_format)
+    data_format = windows.data_format(name, data_format)
+    rank, channels_last = len(data_format) - 2, data_format.endswith("C")
     patches = checks.float_array(name, "patches", patches, None, _patches_shape(data_format))
     _check_rank(name, "patches", patches, 2 * rank + 2, data_format, _patches_shape(data_format))
     if not checks.is_sequence(input_shape) or len(input_shape) != rank + 2:

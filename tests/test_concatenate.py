@@ -186,6 +186,26 @@ def test_promotion(platform, dtypes):
     assert_bitwise(run(lambda *a: jaxops.concatenate(a, 1), platform, *arrays), want, str(dtypes))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "complex64"])
+def test_dtype_of_the_result(platform, dtype):
+    """Operands are converted as `jax.numpy` does, and gradients back to their dtypes."""
+    arrays = [np.array([[0.5, 3]], np.float16), np.array([[2, 7, 1]], np.float32)]
+    want = run(lambda *a: jnp.concatenate(a, 1, dtype), platform, *arrays)
+    assert want[0].dtype == jnp.dtype(dtype)
+    got = run(lambda *a: jaxops.concatenate(a, 1, dtype), platform, *arrays)
+    assert_bitwise(got, want, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        weights = np.arange(5).astype(jnp.dtype(dtype))
+
+        def gradients(concatenate):
+            def total(*arrays):
+                return (concatenate(arrays, 1, dtype) * weights).sum().real.astype(np.float32)
+
+            return run(jax.grad(total, (0, 1)), platform, *arrays)
+
+        assert_bitwise(gradients(jaxops.concatenate), gradients(jnp.concatenate), dtype)
+
+
 def test_weak_types_promote_as_in_jax_numpy():
     weak, strong = jnp.full(3, 1.0), jnp.ones(2, jnp.bfloat16)
     assert weak.weak_type

@@ -219,6 +219,42 @@ def test_int8(groups, taps, platform):
     np.testing.assert_array_equal(*run(general, platform, x, kernels[1]), want[1])
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_int8_of_entries_apart(rank, platform):
+    """Convolutions with `lhs_dilation`, which for floats are input gradients."""
+    rng = np.random.default_rng(0)
+    sizes, taps, steps = (5, 3, 4)[:rank], (3, 2, 1)[:rank], (2, 3, 1)[:rank]
+    x = rng.integers(-128, 128, (2, 4, *sizes), np.int8)
+    kernel = rng.integers(-128, 128, (6, 2, *taps), np.int8)
+    options = {
+        "window_strides": (1,) * rank,
+        "padding": ((2, 1), (-1, 2), (0, 0))[:rank],
+        "lhs_dilation": steps,
+        "rhs_dilation": (1, 2, 1)[:rank],
+        "feature_group_count": 2,
+    }
+    want = lax.conv_general_dilated(x.astype(np.float64), kernel.astype(np.float64), **options)
+    general = functools.partial(
+        jaxops.conv_general_dilated, preferred_element_type=np.int32, **options
+    )
+    assert general.func.supported(x, kernel, **general.keywords)
+    (got,) = run(general, platform, x, kernel)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_int8_in_other_ranks(rank, platform):
+    rng = np.random.default_rng(0)
+    x = rng.integers(-128, 128, (2, *(6, 4, 5)[:rank], 4), np.int8)
+    kernel = rng.integers(-128, 128, (*(3, 2, 3)[:rank], 4, 3), np.int8)
+    conv = {1: jaxops.conv1d, 3: jaxops.conv3d}[rank]
+    (got,) = run(functools.partial(conv, preferred_element_type=np.int32), platform, x, kernel)
+    (want,) = run(conv, platform, x.astype(np.float64), kernel.astype(np.float64))
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -319,11 +319,16 @@ def test_choices_of_float32(name, hopper, monkeypatch):
 
 
 def test_choices_that_are_not_measured(hopper, monkeypatch):
-    """Float64, and kernel gradients of a batch, are left to what is there for all."""
-    options = options_of((2, 8, 16, 16, 32), (3, 3, 3, 32, 32))
+    """Float64, int8, and kernel gradients for each entry of a batch take patches."""
     x, kernel = (2, 8, 16, 16, 32), (3, 3, 3, 32, 32)
+    options = options_of(x, kernel)
     assert choice_of(monkeypatch, "forward", x, kernel, options, "float64") is None
     assert choice_of(monkeypatch, "kernel_grad", (4, *x), kernel, options, BF16) is None
+    for image, filters in (((56, 56, 64), (3, 3, 64, 64)), ((30, 30, 3), (7, 7, 3, 20))):
+        placed = options_of((8, *image), filters)
+        each = (32, 1, *image)
+        assert choice_of(monkeypatch, "kernel_grad", each, filters, placed, BF16) is None
+        assert choice_of(monkeypatch, "forward", (8, *image), filters, placed, "int8") is None
     monkeypatch.setattr(cuda_kernels, "has_kernels", lambda: False)
     assert choice_of(monkeypatch, "forward", x, kernel, options, BF16) is None
 

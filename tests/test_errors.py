@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,44 @@ def test_errors_have_no_arrays(function, argument):
         assert len(own) < 300
         shown = sum(message.count("123456") for message in (own, *others))
         assert shown <= (kind in LISTS)  # the wrong entry, a number of Python
+
+
+NAMES = {
+    "activation": ("relu", "silu", "gelu", "swish"),
+    "padding": ("causal", "same", "valid"),
+    "data_format": ("NTC", "NCT", "NHWC", "NCHW"),
+    "reduction": ("none", "sum", "mean"),
+    "method": ("linear", "bilinear", "nearest", "cubic"),
+    "padding_mode": ("zeros", "border", "reflection", "wrap", "constant"),
+    "coordinates": ("normalized", "pixel"),
+    "mode": ("constant", "nearest", "wrap", "mirror", "reflect"),
+    "implementation": ("xla", "native"),
+}
+
+
+def _abstract(function, **options):
+    call = functools.partial(getattr(jaxops, function), **{**CALLS[function], **options})
+    try:
+        return str(jax.make_jaxpr(call)())
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_names_in_any_case(function):
+    taken = 0
+    for argument, names in NAMES.items():
+        parameters = inspect.signature(getattr(jaxops, function)).parameters
+        if argument not in parameters or (function, argument) in OF_ARRAYS:
+            continue
+        for name in names:
+            known = _abstract(function, **{argument: name})
+            if "must be" in known and f"got {name!r}" in known:
+                continue  # a name of other operators
+            taken += 1
+            for other in (name.upper(), name.lower(), name.capitalize()):
+                assert _abstract(function, **{argument: other}) == known, (argument, name, other)
+    assert taken >= 2
 
 
 @pytest.mark.parametrize("argument", LAX_OPTIONS)

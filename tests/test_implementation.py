@@ -183,6 +183,8 @@ def test_native_of_an_option_without_kernels():
         )
     with pytest.raises(NotImplementedError, match=r"^softmax_focal_loss: .* of dtype float32"):
         jaxops.softmax_focal_loss(X, X, implementation="native")
+    with pytest.raises(NotImplementedError, match=r"^map_coordinates: .* for order 0$"):
+        jaxops.map_coordinates(np.ones(3), [np.ones(2)], 0, implementation="native")
 
 
 def cuda_program(function, *arguments):
@@ -279,7 +281,7 @@ def test_plain_calls_of_lax_do_not_warn():
 
 def test_wrong_names():
     with pytest.raises(ValueError, match=r"^conv2d: implementation must be one of None, 'native'"):
-        jaxops.conv2d(IMAGE, KERNEL, implementation="XLA")
+        jaxops.conv2d(IMAGE, KERNEL, implementation="lax")
     with (
         pytest.raises(ValueError, match=r"^use_implementation: implementation must be one of"),
         jaxops.use_implementation("lax"),

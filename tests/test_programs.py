@@ -174,6 +174,10 @@ def _last_state(x, state, weight):
     )
 
 
+def _as_int8(x):
+    return (100 * x).astype(np.int8)
+
+
 # Programs of a batch of symbolic size b.
 SYMBOLIC = {
     "lightweight_conv": (
@@ -226,12 +230,54 @@ SYMBOLIC = {
         lambda v, p: jaxops.grid_sample(v, p, deterministic=True),
         [(4, 5, 3), ("b", 2)],
     ),
+    "conv2d, int8": (
+        lambda x, k: jaxops.conv2d(
+            _as_int8(x), _as_int8(k), preferred_element_type=np.int32
+        ).astype(np.float32),
+        [("b", 6, 5, 2), (3, 3, 2, 4)],
+    ),
+    "grid_sample, cubic": (
+        lambda v, p: jaxops.grid_sample(v, p, method="cubic"),
+        [("b", 4, 5, 3), ("b", 7, 2)],
+    ),
+    "grid_sample, wrap": (
+        lambda v, p: jaxops.grid_sample(v, p, padding_mode="wrap", coordinates="pixel"),
+        [("b", 4, 5, 3), (1, 7, 2)],
+    ),
+    "grid_sample, nearest in a constant": (
+        lambda v, p: jaxops.grid_sample(v, p, method="nearest", padding_mode="constant", cval=2),
+        [("b", 4, 5, 3), ("b", 7, 2)],
+    ),
+    "grid_sample, pixel, constant": (
+        lambda v, p: jaxops.grid_sample(v, p, padding_mode="constant", coordinates="pixel"),
+        [(4, 5, 3), ("b", 2)],
+    ),
+    "map_coordinates, nearest": (
+        lambda v, x, y: jaxops.map_coordinates(v, [x, y], 0),
+        [(4, 5), ("b",), ("b",)],
+    ),
+    "map_coordinates, linear": (
+        lambda v, x, y: jaxops.map_coordinates(v, [x, y], 1, "reflect"),
+        [(4, 5), ("b",), ("b",)],
+    ),
+    "map_coordinates, cubic": (
+        lambda v, x, y: jaxops.map_coordinates(v, [x, y], 3, "mirror"),
+        [(4, 5), ("b",), ("b",)],
+    ),
     "sigmoid_focal_loss": (
         lambda x: jaxops.sigmoid_focal_loss(x, jax.nn.sigmoid(x)),
         [("b", 5)],
     ),
     "sigmoid_focal_loss, mean": (
         lambda x: jaxops.sigmoid_focal_loss(x, jax.nn.sigmoid(x), reduction="mean"),
+        [("b", 5)],
+    ),
+    "sigmoid_focal_loss, class ids": (
+        lambda x: jaxops.sigmoid_focal_loss(x, jnp.argmax(x, -1)),
+        [("b", 5)],
+    ),
+    "softmax_focal_loss, soft labels": (
+        lambda x: jaxops.softmax_focal_loss(x, jax.nn.softmax(x)),
         [("b", 5)],
     ),
     "softmax_focal_loss, sum": (

@@ -10,7 +10,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+
+import jaxops
 
 COMMANDS = (
     "info",
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jaxops",
         description="Fast operators for JAX: what is here, and how it runs.",
     )
-    parser.add_argument("--version", action="version", version=f"jaxops {version('jaxops')}")
+    parser.add_argument("--version", action="version", version=f"jaxops {jaxops.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="command")
     # A command must not fail or wait on the imports of another: only help and errors list all.
     wanted = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS

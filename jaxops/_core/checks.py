@@ -140,13 +140,15 @@ def dtype(function: str, argument: str, value: Any) -> np.dtype:
 
 
 def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
-    """`value` if it is one of `choices`."""
-    if not (value is None or isinstance(value, str)) or value not in choices:
-        raise ValueError(
-            f"{function}: {argument} must be one of {', '.join(map(repr, choices))}, got "
-            f"{describe(value)}"
-        )
-    return value
+    """The one of `choices` that `value` is; names are taken in any case."""
+    if value is None or isinstance(value, str):
+        for known in choices:
+            if value == known or (value and known and value.lower() == known.lower()):
+                return known
+    raise ValueError(
+        f"{function}: {argument} must be one of {', '.join(map(repr, choices))}, got "
+        f"{describe(value)}"
+    )
 
 
 def integer(

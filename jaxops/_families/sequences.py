@@ -28,8 +28,7 @@ PADDINGS = ("causal", "same")
 def resolve_padding(function: str, padding: Any, reach: int) -> int:
     """The padding as a number in [0, reach]; names are taken in any case."""
     if isinstance(padding, str):
-        name = padding.lower()
-        checks.choice(function, "padding", name if name in PADDINGS else padding, PADDINGS)
+        name = checks.choice(function, "padding", padding, PADDINGS)
         return reach if name == "causal" else reach // 2
     return checks.integer(function, "padding", padding, 0, reach)
 

@@ -271,9 +271,7 @@ def _padding(function, padding, ins, reaches, strides):
     """(low, high) for each dimension."""
     rank = len(ins)
     if isinstance(padding, str):
-        name = padding.upper()
-        checks.choice(function, "padding", name if name in _PADDINGS else padding, _PADDINGS)
-        if name == "VALID":
+        if checks.choice(function, "padding", padding, _PADDINGS) == "VALID":
             return [(0, 0)] * rank
         totals = [
             max(0, (-(-n // stride) - 1) * stride + reach - n)
@@ -300,7 +298,6 @@ def _padding(function, padding, ins, reaches, strides):
 _DATA_FORMATS = ("NWC", "NHWC", "NDHWC", "NCW", "NCHW", "NCDHW")
 
 
-def data_format(function: str, value: Any) -> tuple[int, bool]:
-    """How many dimensions the windows of a data format have, and whether its channels are last."""
-    checks.choice(function, "data_format", value, _DATA_FORMATS)
-    return len(value) - 2, value.endswith("C")
+def data_format(function: str, value: Any) -> str:
+    """The data format, in capitals."""
+    return checks.choice(function, "data_format", value, _DATA_FORMATS)

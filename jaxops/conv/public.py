@@ -5,6 +5,7 @@ The primitives and their rules are in `jaxops/conv/primitives.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -76,6 +77,14 @@ def conv1d(
 
     Raises:
       TypeError, ValueError: as for `conv2d`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x = jnp.arange(5.0).reshape(1, 5, 1)  # batch, width, channels
+      >>> kernel = jnp.ones((3, 1, 1))  # width, input channels, output channels
+      >>> jaxops.conv1d(x, kernel)[0, :, 0]
+      Array([1., 3., 6., 9., 7.], dtype=float32)
     """
     return _convolve(
         "conv1d",
@@ -150,6 +159,16 @@ def conv2d(
     Raises:
       TypeError: an argument is not of a float dtype, or an option not a static integer.
       ValueError: shapes do not fit each other, or an option is out of what is listed above.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> images, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 16))  # NHWC, HWIO
+      >>> jaxops.conv2d(images, kernel, strides=2, bias=jnp.ones(16), activation="relu").shape
+      (2, 4, 4, 16)
+      >>> images, kernel = images.astype(jnp.int8), kernel.astype(jnp.int8)
+      >>> jaxops.conv2d(images, kernel, preferred_element_type=jnp.int32).max()
+      Array(27, dtype=int32)
     """
     return _convolve(
         "conv2d",
@@ -208,6 +227,13 @@ def conv3d(
 
     Raises:
       TypeError, ValueError: as for `conv2d`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> volumes, kernel = jnp.ones((1, 4, 6, 6, 2)), jnp.ones((3, 3, 3, 2, 8))  # NDHWC, DHWIO
+      >>> jaxops.conv3d(volumes, kernel, padding="VALID").shape
+      (1, 2, 4, 4, 8)
     """
     return _convolve(
         "conv3d",
@@ -424,6 +450,15 @@ def conv_general_dilated(
 
     Raises:
       TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> images, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((16, 3, 3, 3))  # NCHW, OIHW
+      >>> jaxops.conv_general_dilated(images, kernel, (2, 2), "SAME").shape
+      (2, 16, 4, 4)
+      >>> jaxops.conv_general_dilated.supported(images, kernel, (2, 2), "SAME")
+      True
     """
     name = "conv_general_dilated"
     lhs, rhs = checks.as_array(name, "lhs", lhs), checks.as_array(name, "rhs", rhs)
@@ -504,6 +539,13 @@ def conv_transpose(
 
     Raises:
       TypeError, ValueError: an option is out of what is listed above, or shapes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> images, kernel = jnp.ones((2, 8, 8, 16)), jnp.ones((4, 4, 16, 3))  # NHWC, HWIO
+      >>> jaxops.conv_transpose(images, kernel, (2, 2), "SAME").shape
+      (2, 16, 16, 3)
     """
     name = "conv_transpose"
     lhs, rhs = checks.as_array(name, "lhs", lhs), checks.as_array(name, "rhs", rhs)
@@ -748,7 +790,8 @@ class _LaxCase:
             precision=_precision("conv_general_dilated", self._precision),
             rounds_cotangent=self._preferred is None,
         )
-        if set(self._zeros) == {1}:
+        if set(self._zeros) == {1} or self._result.dtype == jnp.int32:
+            x, options = _with_zeros(x, options, self._zeros)
             y = primitives.forward(x, kernel, options=options, dtype=self._result.dtype)
         else:
             mirrored, flipped = (
@@ -767,6 +810,20 @@ class _LaxCase:
         ]
         pads = lax.padtype_to_pads(self._ins, reaches, self._strides, self._padding)
         return tuple(int(low) for low, _ in pads)
+
+
+def _with_zeros(x: jax.Array, options: Options, steps: Sequence[int]) -> tuple[jax.Array, Options]:
+    """Images whose entries are `steps` apart, with zeros between them, and their options.
+
+    The input gradient, of which convolutions of floats are made that have such images, adds patches
+    of floats only.
+    """
+    if set(steps) == {1}:
+        return x, options
+    padding = [(0, 0, 0), *((0, 0, step - 1) for step in steps), (0, 0, 0)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), padding)
+    windows = dataclasses.replace(options.windows, ins=x.shape[1:-1])
+    return x, dataclasses.replace(options, windows=windows)
 
 
 def _permute(array: jax.Array, order: tuple[int, ...]) -> jax.Array:

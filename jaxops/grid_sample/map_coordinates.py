@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops._core.implementation import needs_kernels
 from jaxops._core.public import public_function
 from jaxops.grid_sample import sampling, taps
 from jaxops.reference import grid_sample as sample_reference
@@ -71,6 +72,14 @@ def map_coordinates(
       TypeError: an argument is not an array of float16, bfloat16, float32 or float64.
       ValueError: the number of coordinates is not that of axes, or there are more than three; an
         option is unknown, or an axis without entries is filled from entries.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> image = jnp.arange(12.0).reshape(3, 4)
+      >>> rows, columns = jnp.array([0.5, 2.0]), jnp.array([1.0, 2.5])
+      >>> jaxops.map_coordinates(image, [rows, columns], order=1)
+      Array([ 3. , 10.5], dtype=float32)
     """
     input = checks.float_array(_NAME, "input", input, None, "of one to three axes")
     axes = input.ndim
@@ -79,7 +88,7 @@ def map_coordinates(
     arrays = _arrays(coordinates, axes, input.shape)
     if isinstance(order, bool) or checks.integer(_NAME, "order", order) not in _ORDERS:
         raise ValueError(f"{_NAME}: order must be one of 0, 1, 3, got {checks.describe(order)}")
-    checks.choice(_NAME, "mode", mode, tuple(reference.PADDINGS))
+    mode = checks.choice(_NAME, "mode", mode, tuple(reference.PADDINGS))
     cval = checks.scalar(_NAME, "cval", cval, integers=True)
     if 0 in input.shape and mode != "constant":
         raise ValueError(
@@ -123,6 +132,10 @@ def _arrays(coordinates: Any, axes: int, shape: tuple[int, ...]) -> list[jax.Arr
 
 def _interpolate(input, arrays, order, mode, cval):
     if order == 0:
+        if needs_kernels(_NAME):
+            raise NotImplementedError(
+                f"{_NAME}: implementation='native' needs kernels, and there are none for order 0"
+            )
         # One gather by XLA, which makes the indices as it reads, and sums gradients in this dtype.
         dtype = accumulation_dtype(input, arrays[0])
         arrays = [a.astype(dtype) for a in arrays]

@@ -88,6 +88,14 @@ def grid_sample(
       ValueError: shapes do not fit, an option is unknown, or has no meaning next to another, or an
         axis without entries is padded with entries.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> volume = jnp.arange(8.0).reshape(2, 2, 2, 1)  # depth, height, width, features
+      >>> points = jnp.array([[-1.0, -1.0, -1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+      >>> jaxops.grid_sample(volume, points, method="trilinear")[:, 0]
+      Array([0. , 3.5, 7. ], dtype=float32)
+
     Source: Keys, "Cubic convolution interpolation for digital image processing", 1981, for "cubic".
     """
     volume = checks.float_array(
@@ -116,9 +124,9 @@ def grid_sample(
             f"batch dimensions of volume {volume.shape} first, or 1 in their place, got "
             f"{points.shape}"
         )
-    checks.choice(_NAME, "method", method, _METHODS)
-    checks.choice(_NAME, "padding_mode", padding_mode, _PADDING_MODES)
-    checks.choice(_NAME, "coordinates", coordinates, _COORDINATES)
+    method = checks.choice(_NAME, "method", method, _METHODS)
+    padding_mode = checks.choice(_NAME, "padding_mode", padding_mode, _PADDING_MODES)
+    coordinates = checks.choice(_NAME, "coordinates", coordinates, _COORDINATES)
     if align_corners is not None:
         align_corners = checks.boolean(_NAME, "align_corners", align_corners)
         if coordinates == "pixel":
@@ -151,9 +159,7 @@ def _has_channels_first(data_format: str | None, axes: int) -> bool:
     if data_format is None:
         return False
     names = (_CHANNELS_LAST[axes], _CHANNELS_FIRST[axes])
-    is_text = isinstance(data_format, str)
-    checks.choice(_NAME, "data_format", data_format.upper() if is_text else data_format, names)
-    return data_format.upper() == _CHANNELS_FIRST[axes]
+    return checks.choice(_NAME, "data_format", data_format, names) == _CHANNELS_FIRST[axes]
 
 
 def _constant(padding_mode: str, cval: ArrayLike | None) -> ArrayLike:

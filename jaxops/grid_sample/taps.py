@@ -96,7 +96,7 @@ def _sample_reference(volume, indices, *weights, options):
 def _volume_grad_reference(indices, g, *weights, options, summed):
     rank = g.ndim - 1 - options.point_rank
     leading = [x.shape[:rank] for x in (indices, g, *weights)]
-    batch = np.broadcast_shapes(*leading)
+    batch = jnp.broadcast_shapes(*leading)
     kept = tuple(1 if s else n for n, s in zip(batch, summed, strict=True))
     if options.deterministic:
         shape = (*kept, *options.sizes, g.shape[-1])
@@ -114,7 +114,7 @@ def _volume_grad_reference(indices, g, *weights, options, summed):
 def _weight_grad_reference(volume, indices, g, *weights, options):
     rank = g.ndim - 1 - options.point_rank
     leading = [x.shape[:rank] for x in (volume, indices, g, *weights)]
-    batch = np.broadcast_shapes(*leading)
+    batch = jnp.broadcast_shapes(*leading)
     dtype = accumulation_dtype(volume)
     weights = [jnp.broadcast_to(w, (*batch, *w.shape[rank:])) for w in weights]
     wide = jnp.broadcast_to(g.astype(dtype), (*batch, *g.shape[rank:]))

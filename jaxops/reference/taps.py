@@ -58,7 +58,7 @@ def sum_taps(volume: jax.Array, indices: jax.Array, weights: Sequence[jax.Array]
         if is_shared:
             values = jnp.take(rows, flat, axis=0, mode="clip")
         else:
-            flat = jnp.broadcast_to(flat, (*batch, *points)).reshape(len(rows), -1, 1)
+            flat = jnp.broadcast_to(flat, (*batch, *points)).reshape(rows.shape[0], -1, 1)
             values = jnp.take_along_axis(rows, flat, axis=1, mode="clip").reshape(total.shape)
         total = total + weight[..., None] * jnp.where(valid[..., None], values, 0)
     return total.astype(volume.dtype)
@@ -117,7 +117,7 @@ def ordered_volume_grad(
     _, sums = jax.lax.associative_scan(add, (begins, term))
     ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
     # Entries are written once; places after the volume are dropped.
-    place = jnp.where(ends & (flat < total), flat, total + jnp.arange(len(flat)))
+    place = jnp.where(ends & (flat < total), flat, total + jnp.arange(flat.shape[0]))
     result = jnp.zeros((total, g.shape[-1]), dtype)
     result = result.at[place].set(sums, mode="drop", unique_indices=True)
     return result.reshape(shape).astype(g.dtype)
