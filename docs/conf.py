@@ -26,6 +26,7 @@ html_title = "jaxops"
 html_theme_options = {"show_toc_level": 2}
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+copybutton_exclude = ".linenos, .gp, .go"  # prompts, and what examples print
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 default_role = "code"  # docstrings have names of code between single backticks

@@ -63,6 +63,15 @@ def concatenate(
     Raises:
       TypeError: something is not an array, or a size not a static integer.
       ValueError: no arrays, or shapes, sizes or the axis do not fit each other.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> jaxops.concatenate([jnp.arange(3), jnp.ones(2)], dtype=jnp.float16)
+      Array([0., 1., 2., 1., 1.], dtype=float16)
+      >>> skip, up = jnp.ones((2, 8, 8, 12)), jnp.ones((2, 8, 8, 16))  # NHWC
+      >>> jaxops.concatenate([skip, up], axis=-1, padded_size=32).shape
+      (2, 8, 8, 32)
     """
     name = "concatenate"
     if checks.is_array(arrays):
@@ -144,6 +153,12 @@ def split(
     Raises:
       TypeError: something is not an array, or a size not a static integer.
       ValueError: the sizes do not sum to the array's extent, or do not fit the padded ones.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> jaxops.split(jnp.arange(5.0), [2, 3])
+      (Array([0., 1.], dtype=float32), Array([2., 3., 4.], dtype=float32))
     """
     name = "split"
     array = _array(name, "array", array)

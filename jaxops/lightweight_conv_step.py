@@ -71,6 +71,15 @@ def lightweight_conv_step(
         option not a static integer.
       ValueError: a shape, a dilation or a name is out of what is listed above, or there are fewer
         slots than entries and no state_indices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> weight, state = jnp.ones((1, 2)), jnp.zeros((1, 1, 1))  # state: slots, P, channels
+      >>> y_0, state = jaxops.lightweight_conv_step(jnp.array([[1.0]]), state, weight)
+      >>> y_1, state = jaxops.lightweight_conv_step(jnp.array([[2.0]]), state, weight)
+      >>> y_0.item(), y_1.item(), state.item()
+      (1.0, 3.0, 2.0)
     """
     name = NAME
     activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)

@@ -45,6 +45,13 @@ def trilinear_interpolate(
     Raises:
       TypeError: an argument is not an array of float16, bfloat16, float32 or float64.
       ValueError: the shapes are not (..., 8, F) and (..., 3) with equal leading dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> features = jnp.arange(8.0).reshape(1, 8, 1)  # cells, corners, features
+      >>> jaxops.trilinear_interpolate(features, jnp.zeros((1, 3)))  # at the centre of the cell
+      Array([[3.5]], dtype=float32)
     """
     features = checks.float_array(_NAME, "features", features, None, "(..., 8, F)")
     points = checks.float_array(_NAME, "points", points, None, "(..., 3)")

@@ -59,6 +59,15 @@ def use_implementation(implementation: str | None) -> Generator[None]:
 
     Raises:
       ValueError: the implementation is none of these.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x, weight = jnp.ones((1, 4, 2)), jnp.ones((2, 3))
+      >>> with jaxops.use_implementation("xla"):
+      ...     y = jaxops.lightweight_conv(x, weight)
+      >>> bool(jnp.allclose(y, jaxops.lightweight_conv(x, weight)))
+      True
     """
     name = checks.choice("use_implementation", "implementation", implementation, NAMES)
     with _setting(_Setting(name)):

@@ -324,7 +324,18 @@ def status() -> list[PlatformStatus]:
 
 
 class NoKernelWarning(UserWarning):
-    """A call that has no kernel here runs in plain JAX."""
+    """A call that has no kernel here runs in plain JAX.
+
+    Example:
+      >>> import warnings
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", jaxops.NoKernelWarning)  # no kernel is an error
+      ...     y = jaxops.conv2d(jnp.ones((1, 8, 8, 3)), jnp.ones((3, 3, 3, 4)))
+      >>> y.shape
+      (1, 8, 8, 4)
+    """
 
 
 def missing_kernels(platform: str) -> str | None:

@@ -73,6 +73,14 @@ def dynamic_conv(
         option not a static integer or bool.
       ValueError: a shape, a padding, a dilation or a name is out of what is listed above.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x = jnp.arange(1.0, 6.0).reshape(1, 5, 1)  # batch, time, channels
+      >>> weight = jnp.zeros((1, 5, 1, 2))  # batch, time, heads, taps
+      >>> jaxops.dynamic_conv(x, weight, normalize=True)[0, :, 0]  # all taps are 1/2
+      Array([0.5, 1.5, 2.5, 3.5, 4.5], dtype=float32)
+
     Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
     https://arxiv.org/abs/1901.10430.
     """

@@ -49,6 +49,16 @@ def dynamic_conv_step(
 
     Raises:
       TypeError, ValueError: as `dynamic_conv`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> state = jnp.zeros((1, 1, 1))  # slots, P, channels
+      >>> weight = jnp.array([[[1.0, 2.0]]])  # batch, heads, taps
+      >>> y_0, state = jaxops.dynamic_conv_step(jnp.array([[3.0]]), state, weight)
+      >>> y_1, state = jaxops.dynamic_conv_step(jnp.array([[4.0]]), state, 2 * weight)
+      >>> y_0.item(), y_1.item(), state.item()
+      (6.0, 22.0, 4.0)
     """
     activation = checks.choice(_NAME, "activation", find_name(activation), ACTIVATIONS)
     normalize = checks.boolean(_NAME, "normalize", normalize)

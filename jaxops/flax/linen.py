@@ -58,6 +58,16 @@ class LightweightConv(nn.Module):
       implementation: of the convolution, see `jaxops.use_implementation`.
       heads, dilation: earlier names of num_heads and kernel_dilation, until a release.
 
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = layers.LightweightConv(num_heads=8, kernel_size=7)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x).shape
+      (2, 9, 64)
+
     Source: Wu, Fan, Baevski, Dauphin and Auli, "Pay Less Attention with Lightweight and Dynamic
     Convolutions", ICLR 2019, sections 3 and 4.
     """
@@ -189,6 +199,16 @@ class ShortConv(nn.Module):
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
       implementation: of the convolution, see `jaxops.use_implementation`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = layers.ShortConv(kernel_size=4)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x).shape
+      (2, 9, 64)
     """
 
     kernel_size: int
@@ -356,6 +376,16 @@ class LightConv(_Block):
       bias_init: initializer of every bias.
       implementation: of the convolution, see `jaxops.use_implementation`.
 
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = layers.LightConv(num_heads=8, kernel_size=7)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x).shape
+      (2, 9, 64)
+
     Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
     """
 
@@ -453,6 +483,16 @@ class DynamicConv(_Block):
     each position on their own. Attributes are those of `LightConv`; `conv_kernel_init` initializes
     `weight_proj`.
 
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = layers.DynamicConv(num_heads=8, kernel_size=7)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x).shape
+      (2, 9, 64)
+
     Source: Wu et al. 2019, as of `LightweightConv`; section 4 and figure 2.
     """
 
@@ -467,6 +507,16 @@ class Conv(nn.Conv):
 
     Calls for which there is no kernel, such as those of integers, are `jax.lax`'s and warn with a
     `jaxops.NoKernelWarning`, as `jaxops.conv_general_dilated` does.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> images = jnp.ones((2, 8, 8, 3))  # NHWC
+      >>> layer = layers.Conv(features=16, kernel_size=(3, 3))
+      >>> variables = layer.init(jax.random.key(0), images)
+      >>> layer.apply(variables, images).shape
+      (2, 8, 8, 16)
     """
 
     conv_general_dilated: Any = jaxops.conv_general_dilated
@@ -476,6 +526,16 @@ class ConvTranspose(nn.ConvTranspose):
     """`flax.linen.ConvTranspose` on the kernels of jaxops: `jaxops.conv_transpose`.
 
     It has the same arguments, parameters and results.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> images = jnp.ones((2, 8, 8, 3))  # NHWC
+      >>> layer = layers.ConvTranspose(features=16, kernel_size=(4, 4), strides=(2, 2))
+      >>> variables = layer.init(jax.random.key(0), images)
+      >>> layer.apply(variables, images).shape
+      (2, 16, 16, 16)
     """
 
     @nn.compact
@@ -521,6 +581,16 @@ class VoxelGrid(nn.Module):
       dtype: dtype of the computation and the result; None: that of the grid.
       param_dtype: dtype of the parameter.
       grid_init: initializer of `grid`; zeros by default.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> points = jnp.zeros((100, 3))  # coordinates in [-1, 1]
+      >>> layer = layers.VoxelGrid(resolution=(16, 16, 16), features=4)
+      >>> variables = layer.init(jax.random.key(0), points)
+      >>> layer.apply(variables, points).shape
+      (100, 4)
     """
 
     resolution: Sequence[int]
@@ -569,6 +639,16 @@ class HashGrid(nn.Module):
       dtype: dtype of the computation and the result; None: that of the table.
       param_dtype: dtype of the parameter.
       table_init: initializer of `table`; uniform in [-1e-4, 1e-4] by default.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import linen as layers
+      >>> points = jnp.zeros((100, 3))  # coordinates in [-1, 1]
+      >>> layer = layers.HashGrid(num_levels=4, log2_table_size=12)
+      >>> variables = layer.init(jax.random.key(0), points)
+      >>> layer.apply(variables, points).shape
+      (100, 8)
 
     Source: Müller, Evans, Schied and Keller, "Instant Neural Graphics Primitives with a
     Multiresolution Hash Encoding", ACM Transactions on Graphics 41 (4), 2022.

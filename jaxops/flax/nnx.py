@@ -132,6 +132,15 @@ class LightweightConv(_Convolution):
     Raises:
       ValueError: num_heads does not divide features, or a size or drop_connect is out of range.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = nnx_layers.LightweightConv(64, num_heads=8, kernel_size=7, rngs=nnx.Rngs(0))
+      >>> layer(x).shape
+      (2, 9, 64)
+
     Source: Wu, Fan, Baevski, Dauphin and Auli, "Pay Less Attention with Lightweight and Dynamic
     Convolutions", ICLR 2019, sections 3 and 4.
     """
@@ -255,6 +264,15 @@ class ShortConv(_Convolution):
 
     Raises:
       ValueError: kernel_size or kernel_dilation is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = nnx_layers.ShortConv(64, kernel_size=4, rngs=nnx.Rngs(0))
+      >>> layer(x).shape
+      (2, 9, 64)
     """
 
     name = "ShortConv"
@@ -443,6 +461,15 @@ class LightConv(_Block):
     Raises:
       ValueError: num_heads does not divide the channels, or a size or drop_connect is out of range.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = nnx_layers.LightConv(64, num_heads=8, kernel_size=7, rngs=nnx.Rngs(0))
+      >>> layer(x).shape
+      (2, 9, 64)
+
     Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
     """
 
@@ -537,6 +564,15 @@ class DynamicConv(_Block):
     DropConnect drops the taps of each position on their own. Arguments are those of `LightConv`;
     `conv_kernel_init` initializes `weight_proj`; None: as the other kernels' default.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> x = jnp.ones((2, 9, 64))  # batch, time, channels
+      >>> layer = nnx_layers.DynamicConv(64, num_heads=8, kernel_size=7, rngs=nnx.Rngs(0))
+      >>> layer(x).shape
+      (2, 9, 64)
+
     Source: Wu et al. 2019, as of `LightweightConv`; section 4 and figure 2.
     """
 
@@ -549,6 +585,15 @@ class Conv(nnx.Conv):
 
     Calls for which there is no kernel, such as those of integers, are `jax.lax`'s and warn with a
     `jaxops.NoKernelWarning`, as `jaxops.conv_general_dilated` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> images = jnp.ones((2, 8, 8, 3))  # NHWC
+      >>> layer = nnx_layers.Conv(3, 16, kernel_size=(3, 3), rngs=nnx.Rngs(0))
+      >>> layer(images).shape
+      (2, 8, 8, 16)
     """
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -561,6 +606,15 @@ class ConvTranspose(nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` on the kernels of jaxops: `jaxops.conv_transpose`.
 
     It has the same arguments, parameters and results.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> images = jnp.ones((2, 8, 8, 3))  # NHWC
+      >>> layer = nnx_layers.ConvTranspose(3, 16, (4, 4), strides=(2, 2), rngs=nnx.Rngs(0))
+      >>> layer(images).shape
+      (2, 16, 16, 16)
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -587,6 +641,15 @@ class VoxelGrid(nnx.Module):
       param_dtype: dtype of the parameter.
       grid_init: initializer of `grid`; zeros by default.
       rngs: the stream `params`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> points = jnp.zeros((100, 3))  # coordinates in [-1, 1]
+      >>> layer = nnx_layers.VoxelGrid((16, 16, 16), features=4, rngs=nnx.Rngs(0))
+      >>> layer(points).shape
+      (100, 4)
     """
 
     def __init__(
@@ -644,6 +707,15 @@ class HashGrid(nnx.Module):
       param_dtype: dtype of the parameter.
       table_init: initializer of `table`; uniform in [-1e-4, 1e-4] by default.
       rngs: the stream `params`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as nnx_layers
+      >>> points = jnp.zeros((100, 3))  # coordinates in [-1, 1]
+      >>> layer = nnx_layers.HashGrid(3, num_levels=4, log2_table_size=12, rngs=nnx.Rngs(0))
+      >>> layer(points).shape
+      (100, 8)
 
     Source: Müller, Evans, Schied and Keller, "Instant Neural Graphics Primitives with a
     Multiresolution Hash Encoding", ACM Transactions on Graphics 41 (4), 2022.

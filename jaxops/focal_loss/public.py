@@ -75,6 +75,16 @@ def sigmoid_focal_loss(
       TypeError: an array or number is not of the kind listed above.
       ValueError: a shape, a name or a number is out of what is listed above.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> logits = jnp.zeros((2, 3))  # rows, classes
+      >>> labels = jnp.array([1, -1])  # class 1, and background
+      >>> jaxops.sigmoid_focal_loss(logits, labels).shape
+      (2, 3)
+      >>> round(jaxops.sigmoid_focal_loss(logits, labels, reduction="sum").item(), 3)
+      0.693
+
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection",
     https://arxiv.org/abs/1708.02002.
     """
@@ -171,6 +181,16 @@ def softmax_focal_loss(
     Raises:
       TypeError: an array or number is not of the kind listed above.
       ValueError: a shape, a name or a number is out of what is listed above.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> logits, labels = jnp.array([[2.0, 0.0, -1.0], [0.0, 3.0, 0.0]]), jnp.array([0, 1])
+      >>> cross_entropy = jaxops.softmax_focal_loss(logits, labels, gamma=0, alpha=None)
+      >>> log_p = jax.nn.log_softmax(logits)
+      >>> bool(jnp.allclose(cross_entropy, -log_p[jnp.arange(2), labels]))
+      True
 
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection",
     https://arxiv.org/abs/1708.02002, with the softmax in place of the sigmoid.

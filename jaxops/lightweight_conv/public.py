@@ -72,6 +72,16 @@ def lightweight_conv(
         option not a static integer or bool.
       ValueError: a shape, a padding, a dilation or a name is out of what is listed above.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x = jnp.arange(1.0, 6.0).reshape(1, 5, 1)  # batch, time, channels
+      >>> weight = jnp.ones((1, 2))  # heads, taps
+      >>> jaxops.lightweight_conv(x, weight, padding="causal", activation="silu").shape
+      (1, 5, 1)
+      >>> jaxops.lightweight_conv(x, weight, segment_ids=jnp.array([[0, 0, 0, 1, 1]]))[0, :, 0]
+      Array([1., 3., 5., 4., 9.], dtype=float32)
+
     Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
     https://arxiv.org/abs/1901.10430.
     """

@@ -64,6 +64,14 @@ def ragged_conv(
         or an option not a static integer or bool.
       ValueError: a shape, the dilation or the activation is out of what is listed above, or
         state_indices come without initial_state.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxops
+      >>> x = jnp.arange(1.0, 6.0).reshape(5, 1)  # a sequence of 3 tokens, then one of 2
+      >>> weight = jnp.ones((1, 2))  # heads, taps
+      >>> jaxops.ragged_conv(x, weight, starts=jnp.array([0, 3, 5]))[:, 0]
+      Array([1., 3., 5., 4., 9.], dtype=float32)
     """
     name = _NAME
     activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
