@@ -32,7 +32,7 @@ def linen_apply(options, kernel, bias, x, rngs=None, **call):
 
 def nnx_apply(options, kernel, bias, x, rngs=None, **call):
     """The nnx layer with these weights, applied to x."""
-    features = x.shape[-2 if options.get("data_format") == "NCT" else -1]
+    features = x.shape[-2 if options.get("data_format") in ("NCT", "nct") else -1]
     layer = jaxops_nnx.LightweightConv(
         features, *kernel.shape, use_bias=bias is not None, rngs=rngs or nnx.Rngs(0), **options
     )
@@ -60,11 +60,14 @@ def streams(apply, seed):
         {"padding": "same", "dilation": 2},
         {"padding": 1, "activation": "silu"},
         {"data_format": "NCT", "activation": "relu"},
+        {"data_format": "nct", "padding": "SAME"},
     ],
 )
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_both_layers_are_the_public_function(options, normalize, with_bias):
-    shape = (2, FEATURES, TIME) if options.get("data_format") == "NCT" else (2, TIME, FEATURES)
+    shape = (
+        (2, FEATURES, TIME) if options.get("data_format") in ("NCT", "nct") else (2, TIME, FEATURES)
+    )
     x, kernel = normal(0, shape), normal(1, (HEADS, TAPS))
     bias = normal(2, (FEATURES,)) if with_bias else None
     weight = jax.nn.softmax(kernel, axis=-1) if normalize else kernel

@@ -114,6 +114,8 @@ def test_arguments_are_checked():
         (lambda: linen_layers.HashGrid(0), "HashGrid: num_levels must be >= 1"),
         (lambda: linen_layers.HashGrid(growth=0.5), r"HashGrid: growth must be a number in \[1"),
         (lambda: linen_layers.HashGrid(growth=8.0), "HashGrid: the finest level"),
+        (lambda: linen_layers.HashGrid(400, growth=64), "HashGrid: the finest level"),
+        (lambda: linen_layers.VoxelGrid((4, 4), 6), "VoxelGrid: points must have 2 coordinates"),
     ):
         with pytest.raises(ValueError, match=message):
             call().init(jax.random.key(0), points)
@@ -122,3 +124,6 @@ def test_arguments_are_checked():
     layer = nnx_layers.HashGrid(2, **OPTIONS, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="HashGrid: points must have 2 coordinates"):
         layer(points)
+    grid = nnx_layers.VoxelGrid((4, 4), 6, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="VoxelGrid: points must have 2 coordinates"):
+        grid(points)

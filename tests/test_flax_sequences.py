@@ -131,7 +131,7 @@ def test_nnx_decoding_is_the_whole(name):
     close(layer(x[:, :1]), whole[:, :1])
 
 
-@pytest.mark.parametrize("data_format", ["NTC", "NCT"])
+@pytest.mark.parametrize("data_format", ["NTC", "NCT", "nct"])
 def test_a_prompt_with_segments_leaves_the_state_of_the_last(data_format):
     layer, params, _ = make("LightweightConv", data_format="NTC")
     layer = layer.clone(data_format=data_format, decode=True)

@@ -922,7 +922,7 @@ BAD = (
     (ValueError, "class_weight needs class ids as labels", {"class_weight": np.ones(3, "f")}),
     (ValueError, "ignore_index needs class ids as labels", {"ignore_index": 1}),
     (ValueError, r"alpha must be in \[0, 1\] or None, got -1.0", {"alpha": -1}),
-    (TypeError, "alpha must be a number or a float scalar array, got str", {"alpha": "no"}),
+    (TypeError, "alpha must be a number or a scalar array of a float", {"alpha": "no"}),
     (ValueError, r"normalizer must be a scalar, got shape \(2,\)", {"normalizer": jnp.ones(2)}),
     (ValueError, r"normalizer must be a scalar, got shape \(1,\)", {"normalizer": np.ones((1,))}),
     (ValueError, r"gamma must be a scalar, got shape \(1, 1\)", {"gamma": np.ones((1, 1))}),

@@ -189,11 +189,13 @@ def scalar(
         return float(value)
     kinds = (jnp.floating, jnp.integer) if integers else (jnp.floating,)
     got = value.dtype if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+    kind = "float or integer" if integers else "float"
     if not isinstance(value, (jax.Array, np.ndarray)) or not any(
         jnp.issubdtype(value.dtype, k) for k in kinds
     ):
         raise TypeError(
-            f"{function}: {argument} must be a number or a float scalar array, got {got}"
+            f"{function}: {argument} must be a number or a scalar array of a {kind} dtype, got "
+            f"{got}"
         )
     if value.ndim:
         raise ValueError(f"{function}: {argument} must be a scalar, got shape {value.shape}")

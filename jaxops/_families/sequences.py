@@ -73,6 +73,11 @@ def bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int
     return (tap + 1) * far - min(ahead, time), far
 
 
+def data_format(function: str, value: Any) -> str:
+    """The data format of sequences, in capitals."""
+    return checks.choice(function, "data_format", value, ("NTC", "NCT"))
+
+
 def time_axis(data_format: str) -> int:
     """The dimension of time in a sequence, counted from the last."""
     return -2 if data_format == "NTC" else -1

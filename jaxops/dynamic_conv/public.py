@@ -13,8 +13,6 @@ from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.dynamic_conv import primitives
 
-_DATA_FORMATS = ("NTC", "NCT")
-
 
 @public_function
 def dynamic_conv(
@@ -85,7 +83,7 @@ def dynamic_conv(
     https://arxiv.org/abs/1901.10430.
     """
     name = primitives.NAME
-    data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
+    data_format = sequences.data_format(name, data_format)
     activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     normalize = checks.boolean(name, "normalize", normalize)
     return_final_state = checks.boolean(name, "return_final_state", return_final_state)

@@ -40,6 +40,14 @@ def grid_shape(layer: str, resolution: Sequence[int], features: int) -> tuple[in
     return (*sizes, checks.integer(layer, "features", features, 1))
 
 
+def points_of(layer: str, points: Any, axes: int) -> jax.Array:
+    """The points (..., axes) that a grid over some axes is called on."""
+    points = checks.float_array(layer, "points", points, None, "(..., axes)")
+    if points.shape[-1:] != (axes,):
+        raise ValueError(f"{layer}: points must have {axes} coordinates, got shape {points.shape}")
+    return points
+
+
 @dataclasses.dataclass(frozen=True)
 class Levels:
     """The levels of a hash grid over some axes: dense ones come before hashed ones.
@@ -77,7 +85,9 @@ class Levels:
             raise ValueError(
                 f"{layer}: growth must be a number in [1, 64], got {checks.describe(growth)}"
             )
-        sizes = [base_resolution * factor**level for level in range(num_levels)]
+        # A float has no powers beyond its range, and no level so fine is allowed.
+        logs = [math.log(base_resolution) + level * math.log(factor) for level in range(num_levels)]
+        sizes = [base_resolution * factor**n if log < 64 else 2.0**64 for n, log in enumerate(logs)]
         # A power such as 16 * 2 ** (1 / 3) ** 3 may be rounded to just below a whole number.
         cells = tuple(math.floor(size * (1 + 1e-12)) for size in sizes)
         if cells[-1] >= 2**24:

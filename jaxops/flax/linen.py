@@ -15,6 +15,7 @@ from flax.typing import Dtype, Initializer
 
 import jaxops
 from jaxops._core import checks
+from jaxops._families import sequences
 from jaxops.activations import Activation
 from jaxops.flax import grids, shared
 from jaxops.flax.shared import (
@@ -120,7 +121,8 @@ class LightweightConv(nn.Module):
             is asked for and `deterministic` is given nowhere, or twice.
         """
         name = "LightweightConv"
-        features = jnp.shape(x)[-2 if self.data_format == "NCT" else -1]
+        data_format = sequences.data_format(name, self.data_format)
+        features = jnp.shape(x)[-2 if data_format == "NCT" else -1]
         shared.check(
             name,
             features,
@@ -145,7 +147,7 @@ class LightweightConv(nn.Module):
         x, kernel, bias = shared.operands(x, kernel, bias, self.dtype)
         cache = None
         if self.decode:
-            sizes = (self.kernel_size, self.kernel_dilation, self.padding, self.data_format)
+            sizes = (self.kernel_size, self.kernel_dilation, self.padding, data_format)
             cache = _cached_inputs(self, shared.cache_shape(name, x.shape, *sizes), x.dtype)
         y, state = shared.convolve(
             name,
@@ -157,7 +159,7 @@ class LightweightConv(nn.Module):
             activation=self.activation,
             padding=self.padding,
             segment_ids=segment_ids,
-            data_format=self.data_format,
+            data_format=data_format,
             implementation=self.implementation,
         )
         _store(self, cache, state)
@@ -609,6 +611,7 @@ class VoxelGrid(nn.Module):
         shape = grids.grid_shape("VoxelGrid", self.resolution, self.features)
         grid = self.param("grid", self.grid_init, shape, self.param_dtype)
         (grid,) = promote_dtype(grid, dtype=self.dtype)
+        points = grids.points_of("VoxelGrid", points, grid.ndim - 1)
         return jaxops.grid_sample(
             grid,
             points,

@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 import jaxops
-from jaxops._core import checks
+from jaxops._families import sequences
 from jaxops.activations import Activation
 from jaxops.flax import grids, shared
 from jaxops.flax.shared import (
@@ -189,7 +189,7 @@ class LightweightConv(_Convolution):
         self.padding = padding
         self.kernel_dilation = kernel_dilation
         self.activation = activation
-        self.data_format = data_format
+        self.data_format = sequences.data_format("LightweightConv", data_format)
         self.normalize = normalize
         self.decode = decode
         self.dtype = dtype
@@ -675,6 +675,7 @@ class VoxelGrid(nnx.Module):
     def __call__(self, points: jax.Array) -> jax.Array:
         """The features (..., features) at points (..., axes) in [-1, 1]."""
         (grid,) = promote_dtype(self.grid[...], dtype=self.dtype)
+        points = grids.points_of("VoxelGrid", points, grid.ndim - 1)
         return jaxops.grid_sample(
             grid,
             points,
@@ -750,12 +751,7 @@ class HashGrid(nnx.Module):
 
     def __call__(self, points: jax.Array) -> jax.Array:
         """The features (..., num_levels * features_per_level) of points (..., axes)."""
-        points = checks.float_array("HashGrid", "points", points, None, "(..., axes)")
-        if points.shape[-1:] != (self.levels.axes,):
-            raise ValueError(
-                f"HashGrid: points must have {self.levels.axes} coordinates, got shape "
-                f"{points.shape}"
-            )
+        points = grids.points_of("HashGrid", points, self.levels.axes)
         (table,) = promote_dtype(self.table[...], dtype=self.dtype)
         return self.levels.encode(table, points)
 

@@ -81,7 +81,7 @@ def map_coordinates(
       >>> jaxops.map_coordinates(image, [rows, columns], order=1)
       Array([ 3. , 10.5], dtype=float32)
     """
-    input = checks.float_array(_NAME, "input", input, None, "of one to three axes")
+    input = checks.float_array(_NAME, "input", input, None, "(n0,), (n0, n1) or (n0, n1, n2)")
     axes = input.ndim
     if not 1 <= axes <= _MAX_RANK:
         raise ValueError(f"{_NAME}: input must have 1 to 3 axes, got shape {input.shape}")
@@ -114,10 +114,7 @@ def _arrays(coordinates: Any, axes: int, shape: tuple[int, ...]) -> list[jax.Arr
             f"{_NAME}: coordinates must be {axes} arrays, one for each axis of input {shape}, got "
             f"{len(coordinates)}"
         )
-    arrays = [
-        checks.float_array(_NAME, "coordinates", c, None, "that broadcasts to the result's")
-        for c in coordinates
-    ]
+    arrays = [checks.float_array(_NAME, "coordinates", c, None, "(...)") for c in coordinates]
     try:
         common = jnp.broadcast_shapes(*(a.shape for a in arrays))
     except ValueError:

@@ -13,7 +13,6 @@ from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.lightweight_conv import primitives
 
-_DATA_FORMATS = ("NTC", "NCT")
 _SHORT_TAPS = 8  # kShortTaps of common/lightweight_conv_choice.h: tensor cores run longer filters
 
 
@@ -86,7 +85,7 @@ def lightweight_conv(
     https://arxiv.org/abs/1901.10430.
     """
     name = primitives.NAME
-    data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
+    data_format = sequences.data_format(name, data_format)
     activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)
