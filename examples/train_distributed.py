@@ -15,6 +15,8 @@ the steps of the text. Checkpoints in `--checkpoints FOLDER`, which all processe
 continued by any number of processes: another mesh gives the same losses but for roundings. They
 need orbax.
 `--collectives` shows what the devices of a step send, next to the same model in plain JAX.
+`--picture FILE` trains on one device, then on all of them along each axis in turn, and draws the
+losses; it needs matplotlib.
 """
 
 from __future__ import annotations
@@ -244,6 +246,35 @@ def train(mesh, steps: int, folder: str | None, save_every: int, note=lambda ste
     return losses, seconds
 
 
+def compare(steps: int) -> dict[str, list[float]]:
+    """The losses of one device, and of all devices along each axis of the mesh."""
+    devices = jax.devices()
+    meshes = {"one device": make_mesh("", devices[:1])}
+    for axis in AXES:
+        meshes[f"{axis}={len(devices)}"] = make_mesh(f"{axis}={len(devices)}", devices)
+    return {name: train(mesh, steps, None, 0)[0] for name, mesh in meshes.items()}
+
+
+def draw(losses: dict[str, list[float]], file: str) -> None:
+    """The losses over the steps, and how far they are from those of the first mesh."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    first, *others = losses
+    for i, (name, values) in enumerate(losses.items()):
+        # The losses are nearly equal. A line is thinner than the one below it, to show both.
+        left.plot(values, color=f"C{i}", linewidth=8 - 2 * i, label=name)
+    for i, name in enumerate(others, 1):
+        difference = np.abs(np.subtract(losses[name], losses[first]))
+        right.semilogy(difference, ".", color=f"C{i}", label=name)
+    left.set(xlabel="step", ylabel="loss", ylim=(0, None), title="Losses by mesh")
+    right.set(xlabel="step", title=f"Absolute difference from {first}")
+    left.legend()
+    right.legend()
+    figure.savefig(file, dpi=100)
+
+
 def sent_seconds(size: float, devices: int, node: int = 8, inside=450e9, outside=50e9, delay=5e-6):
     """The time of an all-reduce of `size` bytes on each device, by rings in and over nodes.
 
@@ -272,6 +303,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--losses", metavar="FILE", help="a line of JSON is added for each step")
     parser.add_argument("--cpu-devices", type=int, help="virtual devices of each process on CPUs")
     parser.add_argument("--collectives", action="store_true", help="show them, without training")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses of meshes; one process")
     parser.add_argument("--cluster", action="store_true", help="JAX finds the other processes")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, help="the number of this one, from 0")
@@ -279,6 +311,8 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     if (given.process is None) != (given.coordinator is None):
         parser.error("--process and --coordinator belong together")
+    if given.picture is not None and (given.cluster or given.processes > 1):
+        parser.error("--picture needs one process")
     return given
 
 
@@ -304,6 +338,13 @@ def main() -> None:
         jax.distributed.initialize(
             arguments.coordinator, arguments.processes, own, [own] if is_local else None
         )
+    if arguments.picture is not None:
+        losses = compare(arguments.steps)
+        draw(losses, arguments.picture)
+        difference = np.ptp([*losses.values()], axis=0).max()
+        print(f"the losses of the meshes differ by at most {difference:.1e}")
+        print(f"they are in {arguments.picture}")
+        return
     mesh = make_mesh(arguments.mesh)
     console = Console(highlight=False, quiet=jax.process_index() != 0)
     console.print(

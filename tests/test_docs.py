@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import io
 import math
 import pathlib
@@ -105,6 +106,42 @@ def test_links(page):
         if not file.is_file() or (anchor and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def pages_of_operators():
+    """The names of the pages about operators, by the table of contents."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    _, _, contents = index.partition(":caption: Operators\n")
+    names = contents.partition("\n\n")[2].partition("\n:::")[0].split()
+    return [name for name in names if name != "flax"]
+
+
+def test_every_page_of_an_operator_begins_with_a_picture():
+    """It is in one of the first two sections, and has a text for those who cannot see it."""
+    without = []
+    for name in pages_of_operators():
+        sections = (ROOT / "docs" / f"{name}.md").read_text().split("\n## ")
+        if not re.search(rf"!\[[^\]]+\]\(pictures/{name}\.svg\)", "".join(sections[:3])):
+            without.append(name)
+    assert without == []
+
+
+def test_pictures_of_operators_are_drawn(tmp_path):
+    """Their names are compared, because versions of matplotlib write other bytes."""
+    pytest.importorskip("matplotlib")
+    file = ROOT / "scripts" / "draw_operators.py"
+    spec = importlib.util.spec_from_file_location("draw_operators", file)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    program.draw(tmp_path, program.DRAWINGS)
+    drawn = {picture.name for picture in tmp_path.iterdir()}
+    assert drawn == {f"{name}.svg" for name in pages_of_operators()}
+
+
+def test_rooflines_are_those_of_the_newest_file():
+    text = (ROOT / "docs" / "results.md").read_text()
+    newest = max((ROOT / "benchmarks" / "results").glob("h200-*-targets.json")).name
+    assert f"--from benchmarks/results/{newest} --plot" in text
 
 
 @pages

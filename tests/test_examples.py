@@ -60,6 +60,7 @@ def test_pictures_are_drawn(tmp_path, monkeypatch):
         "conv2d_digits": (images, labels, labels // 2),
         "focal_loss_digits": ({"cross-entropy": metrics, "focal": metrics},),
         "short_conv_mixer": ([3.0, 2.0, 1.5],),
+        "train_distributed": ({"one device": [3.0, 2.0], "data=2": [3.1, 2.2]},),
     }.items():
         file = tmp_path / f"{name}.png"
         importlib.import_module(name).draw(*arguments, str(file))
