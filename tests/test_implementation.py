@@ -383,7 +383,7 @@ def test_activations_by_function_and_name():
 @pytest.mark.parametrize("page", ["implementation", "focal_loss"])
 def test_examples_of_the_pages(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    example, *_ = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names = {}
     exec(compile(example, f"{page}.md", "exec"), names)
     if page == "implementation":
