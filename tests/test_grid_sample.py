@@ -905,3 +905,8 @@ def test_the_ordered_gradient_of_taps():
             shape, indices, g, weights, 1
         )
         np.testing.assert_allclose(got, pull(jnp.asarray(g))[0], rtol=1e-12, atol=1e-12)
+    for points, width in ((0, 5), (50, 0)):
+        few = [array[:, :points] for array in (indices, g[..., :width], *weights)]
+        empty = taps.ordered_volume_grad((3, 4, 3, width), few[0], few[1], few[2:], 1)
+        assert empty.shape == (3, 4, 3, width)
+        assert not empty.any()

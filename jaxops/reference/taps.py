@@ -87,6 +87,8 @@ def ordered_volume_grad(
         along = jnp.arange(n).reshape(n, *[1] * (rank - 1 - i + point_rank))
         which = which * kept + (along if kept > 1 else 0)
     total = math.prod(shape[:-1])
+    if 0 in (*batch, *points, *shape):
+        return jnp.zeros(shape, g.dtype)
     flats, terms = [], []
     for combination in itertools.product(range(taps), repeat=axes):
         flat: Any = which
@@ -103,8 +105,6 @@ def ordered_volume_grad(
         term = jnp.broadcast_to(term.astype(dtype), (*batch, *points, g.shape[-1]))
         terms.append(term.reshape(-1, g.shape[-1]))
     flat, term = jnp.concatenate(flats), jnp.concatenate(terms)
-    if not term.size or not total:
-        return jnp.zeros(shape, g.dtype)
     order = jnp.argsort(flat, stable=True)
     flat, term = flat[order], term[order]
     begins = jnp.concatenate([jnp.ones(1, bool), flat[1:] != flat[:-1]])
