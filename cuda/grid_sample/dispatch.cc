@@ -30,9 +30,14 @@ using jaxops::cuda::Table;
 constexpr int64_t kManyThreads = int64_t{1} << 18;
 
 // Warps that go through 32 points each hit the L1 cache more often if points are many and ordered,
-// or if rows are loaded element by element.
+// or if rows are loaded element by element. With a border every point reads all entries around it:
+// 4194304 points, one channel, 256 x 256 x 256 in bf16 take 173 us, and 151 by warps.
 bool PrefersPlainValue(const Job& job, const Device&) {
   const Geometry& geometry = job.call.geometry;
+  const int64_t points = job.call.batch.size() * geometry.points;
+  if (geometry.padding == Padding::kBorder && geometry.width == 1 && points > kManyThreads) {
+    return false;
+  }
   const bool is_f32 = job.call.dtype == DType::kF32;
   if (job.order_space != nullptr) {
     return job.vectors && job.call.dtype != DType::kF64 &&

@@ -44,9 +44,9 @@ inline bool IsCached(const Call& call) {
 
 // --- plain: values, and point gradients, without options -----------------------------------------
 //
-// The family runs linear samples with zero padding and without derivatives, whose points are
-// contiguous and have the arithmetic type. All counts fit 32 bits, and the entries of an axis are
-// exact in the arithmetic type.
+// The family runs linear samples with zeros or the border outside and without derivatives, whose
+// points are contiguous and have the arithmetic type. All counts fit 32 bits, and the entries of an
+// axis are exact in the arithmetic type.
 
 bool CanRunPlain(const Job& job, const Device& device);
 cudaError_t LaunchPlain(cudaStream_t stream, const Job& job, const Device& device);

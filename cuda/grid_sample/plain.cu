@@ -86,7 +86,8 @@ struct PlainParams {
   }
 };
 
-// PlainStencil holds the entries around a point, found as by LocateInZeros.
+// PlainStencil holds the entries around a point, found as by LocateInZeros or, with a border, as by
+// Locate.
 template <typename A, int kAxes>
 struct PlainStencil {
   static constexpr int kCorners = 1 << kAxes;
@@ -96,8 +97,10 @@ struct PlainStencil {
   bool there[kCorners];
   bool lost = false;  // a coordinate is NaN
 
+  template <bool kBorder>
   __device__ __forceinline__ PlainStencil(const PlainParams<A, kAxes>& params, uint32_t index,
-                                          const A (&point)[kAxes], uint32_t first) {
+                                          const A (&point)[kAxes], uint32_t first,
+                                          std::bool_constant<kBorder>) {
     bool has[kAxes][2];
     uint32_t low = first;
     if (params.volume_stride > 0) low += params.by_entry.Quotient(index) * params.volume_stride;
@@ -105,12 +108,13 @@ struct PlainStencil {
     for (int a = 0; a < kAxes; ++a) {
       const AxisParams<A>& axis = params.axes[a];
       lost = lost || point[a] != point[a];
-      const A x = MultiplyAdd(point[a] + 1, axis.slope, params.shift);
+      const A free = MultiplyAdd(point[a] + 1, axis.slope, params.shift);
+      const A x = kBorder ? min(max(free, A(0)), axis.end - 1) : free;
       const bool near = x > -1 && x < axis.end;
       // For a point outside, the conversion saturates, and the point has no entries.
       const int32_t entry = static_cast<int32_t>(Floor(x)) - (x == axis.last ? 1 : 0);
       const A fraction = near ? x - static_cast<A>(entry) : A(0);
-      axes[a] = {1 - fraction, fraction, axis.slope};
+      axes[a] = {1 - fraction, fraction, kBorder && x != free ? A(0) : axis.slope};
       has[a][0] = near && entry >= 0;
       has[a][1] = near && entry < axis.size - 1;
       low += static_cast<uint32_t>(entry) * axis.stride;
@@ -179,7 +183,7 @@ __device__ __forceinline__ Vector<T, kCount> Interpolate(
 }
 
 // The threads of a point have kTimes times kCount of its channels each.
-template <typename T, int kCount, int kTimes, int kAxes, bool kOrdered>
+template <typename T, int kCount, int kTimes, int kAxes, bool kBorder, bool kOrdered>
 __global__ void __launch_bounds__(kSampleThreads, 1)
     SamplePlain(const __grid_constant__ PlainParams<Accumulator<T>, kAxes> params) {
   using A = Accumulator<T>;
@@ -189,7 +193,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
   const uint32_t f = params.row.DivMod(index) * kCount;
   A point[kAxes];
   if (!FindPoint<kOrdered>(params, index, point)) return;
-  const PlainStencil<A, kAxes> stencil(params, index, point, f);
+  const PlainStencil<A, kAxes> stencil(params, index, point, f, std::bool_constant<kBorder>());
   const T* volume = static_cast<const T*>(params.volume);
   const uint32_t step = params.row.divisor() * kCount;
   Raw<T, kCount> values[kTimes][kCorners];
@@ -214,7 +218,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
 
 // 2^params.lane_shift neighbouring lanes share a point. In each iteration a lane takes kTimes times
 // kCount of the channels.
-template <typename T, int kCount, int kTimes, int kAxes>
+template <typename T, int kCount, int kTimes, int kAxes, bool kBorder>
 __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
     PointGradPlain(const __grid_constant__ PlainParams<Accumulator<T>, kAxes> params) {
   using A = Accumulator<T>;
@@ -239,7 +243,7 @@ __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
   };
   uint32_t f = lane * kCount;
   load_rows(f);
-  const PlainStencil<A, kAxes> stencil(params, index, point, 0);
+  const PlainStencil<A, kAxes> stencil(params, index, point, 0, std::bool_constant<kBorder>());
   const T* volume = static_cast<const T*>(params.volume);
   A dots[kCorners] = {};
 #pragma unroll 1
@@ -317,15 +321,15 @@ PlainPlan PlanPointGrad(const Call& call, int count) {
   return {three && !(many && SizeOf(call.dtype) == 2) ? 3 : 1, shift};
 }
 
-template <typename T, int kCount, int kTimes, int kAxes>
+template <typename T, int kCount, int kTimes, int kAxes, bool kBorder>
 cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call, int lane_shift) {
   const PlainParams<Accumulator<T>, kAxes> params(call, {}, 1, lane_shift);
-  return Launch(PointGradPlain<T, kCount, kTimes, kAxes>,
+  return Launch(PointGradPlain<T, kCount, kTimes, kAxes, kBorder>,
                 CeilDiv(int64_t{params.count} << lane_shift, kLanesThreads), kLanesThreads, 0,
                 stream, params);
 }
 
-template <typename T, int kCount, int kTimes, int kAxes>
+template <typename T, int kCount, int kTimes, int kAxes, bool kBorder>
 cudaError_t LaunchValue(cudaStream_t stream, const Job& job) {
   constexpr bool kCanOrder = sizeof(T) < sizeof(double) && kCount > 1;
   RoughOrder order;
@@ -337,27 +341,27 @@ cudaError_t LaunchValue(cudaStream_t stream, const Job& job) {
   const int64_t threads = params.count * row_threads;
   // Calls of few threads use small blocks, in order to reach more multiprocessors.
   const int block = threads > 4096 ? kSampleThreads : kSampleThreads / 2;
-  auto kernel = SamplePlain<T, kCount, kTimes, kAxes, false>;
+  auto kernel = SamplePlain<T, kCount, kTimes, kAxes, kBorder, false>;
   if constexpr (kCanOrder) {
-    if (order.points != nullptr) kernel = SamplePlain<T, kCount, kTimes, kAxes, true>;
+    if (order.points != nullptr) kernel = SamplePlain<T, kCount, kTimes, kAxes, kBorder, true>;
   }
   return Launch(kernel, CeilDiv(threads, block), block, 0, stream, params);
 }
 
-template <typename T, int kCount, int kAxes>
+template <typename T, int kCount, int kAxes, bool kBorder>
 cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
   const Call& call = job.call;
   const bool is_value = call.out != nullptr;
   const PlainPlan plan = is_value ? PlanValue(call, kCount) : PlanPointGrad(call, kCount);
   if constexpr (kCount == 1) {
     if (plan.times == 3) {
-      return is_value ? LaunchValue<T, 1, 3, kAxes>(stream, job)
-                      : LaunchPointGrad<T, 1, 3, kAxes>(stream, call, plan.lane_shift);
+      return is_value ? LaunchValue<T, 1, 3, kAxes, kBorder>(stream, job)
+                      : LaunchPointGrad<T, 1, 3, kAxes, kBorder>(stream, call, plan.lane_shift);
     }
-    if (plan.times == 2) return LaunchValue<T, 1, 2, kAxes>(stream, job);
+    if (plan.times == 2) return LaunchValue<T, 1, 2, kAxes, kBorder>(stream, job);
   }
-  return is_value ? LaunchValue<T, kCount, 1, kAxes>(stream, job)
-                  : LaunchPointGrad<T, kCount, 1, kAxes>(stream, call, plan.lane_shift);
+  return is_value ? LaunchValue<T, kCount, 1, kAxes, kBorder>(stream, job)
+                  : LaunchPointGrad<T, kCount, 1, kAxes, kBorder>(stream, call, plan.lane_shift);
 }
 
 }  // namespace
@@ -365,15 +369,16 @@ cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
 bool CanRunPlain(const Job& job, const Device&) {
   const Call& call = job.call;
   const Geometry& geometry = call.geometry;
-  if (call.order > 0 || geometry.method != Method::kLinear || geometry.padding != Padding::kZeros) {
-    return false;
-  }
+  const bool has_border = geometry.padding == Padding::kBorder;
+  if (call.order > 0 || geometry.method != Method::kLinear) return false;
+  if (geometry.padding != Padding::kZeros && !has_border) return false;
   if (call.point_dtype != (call.dtype == DType::kF64 ? DType::kF64 : DType::kF32)) return false;
   // Positions of larger entries are rounded in float32, which PlainStencil does not handle.
   constexpr int32_t kMaxExact = 1 << 24;
   for (int a = 0; a < geometry.axes; ++a) {
-    // With align_corners, every coordinate maps to the only entry of an axis of one entry.
-    if (geometry.sizes[a] < (geometry.align_corners ? 2 : 1)) return false;
+    // With align_corners or a border, every coordinate maps to the only entry of an axis of one,
+    // and the derivative is zero.
+    if (geometry.sizes[a] < (geometry.align_corners || has_border ? 2 : 1)) return false;
     if (call.point_dtype == DType::kF32 && geometry.sizes[a] > kMaxExact) return false;
   }
   int64_t volumes = 1;
@@ -395,8 +400,13 @@ bool CanRunPlain(const Job& job, const Device&) {
 cudaError_t LaunchPlain(cudaStream_t stream, const Job& job, const Device&) {
   return jaxops::cuda::DispatchFloat(job.call.dtype, [&]<typename T>(T) {
     const auto launch = [&]<int kCount>(std::integral_constant<int, kCount>) {
-      return job.call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, job)
-                                         : LaunchWith<T, kCount, 2>(stream, job);
+      const bool is_volume = job.call.geometry.axes == 3;
+      if (job.call.geometry.padding == Padding::kBorder) {
+        return is_volume ? LaunchWith<T, kCount, 3, true>(stream, job)
+                         : LaunchWith<T, kCount, 2, true>(stream, job);
+      }
+      return is_volume ? LaunchWith<T, kCount, 3, false>(stream, job)
+                       : LaunchWith<T, kCount, 2, false>(stream, job);
     };
     return job.vectors ? launch(std::integral_constant<int, kVectorElements<T>>{})
                        : launch(std::integral_constant<int, 1>{});

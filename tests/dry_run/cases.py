@@ -286,6 +286,8 @@ CASES = (
     _sample("volume of 1 channel", (128, 128, 128, 1), (1_000_000, 3)),
     _sample("images", (16, 64, 64, 256), (16, 4096, 2)),
     _sample("deterministic", (64, 64, 64, 32), (100_000, 3), deterministic=True),
+    _sample("border", (32, 32, 32, 2), (100_000, 3), padding_mode="border"),
+    _sample("border, 1 channel", (256, 256, 256, 1), (4_194_304, 3), padding_mode="border"),
     _sample("nearest", (64, 64, 64, 32), (100_000, 3), method="nearest"),
     _sample("cubic, volume of 4 channels", (64, 64, 64, 4), (50_000, 3), FLOATS, method="cubic"),
     _sample("cubic, image of 3 channels", (256, 256, 3), (100_000, 2), method="cubic"),
