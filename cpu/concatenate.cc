@@ -4,8 +4,8 @@
 // line. A thread takes a block of whole lines, or a segment of one line if a line is long. A block
 // is copied piece by piece: the rows of a piece are a column, copied with loads and stores of fixed
 // sizes up to 256 bytes. A block is small enough for the cache to collect the columns into rows.
-// If the caches do not hold the result, stores of wide pieces bypass them.
-// kMany and more equal narrow pieces are copied row by row instead.
+// If the caches do not hold the result, stores of wide pieces bypass them, unless its memory is
+// new. kMany and more equal narrow pieces are copied row by row instead.
 #include "cpu/concatenate.h"
 
 #include <algorithm>
@@ -16,6 +16,10 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace jaxops::concatenate::cpu {
@@ -118,6 +122,19 @@ void CopyPastCache(char* to, const char* from, int64_t bytes) {
   }
 #endif
   std::memcpy(to, from, bytes);
+}
+
+// Returns whether memory is more than reserved. The system clears a page at the first store to it,
+// which leaves the page in the caches: stores past them would then write it to memory twice.
+bool IsResident(const char* address) {
+#if defined(__linux__)
+  static const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto page = reinterpret_cast<uintptr_t>(address) / page_bytes * page_bytes;
+  unsigned char state = 0;
+  return mincore(reinterpret_cast<void*>(page), 1, &state) == 0 && (state & 1) != 0;
+#else
+  return false;
+#endif
 }
 
 void FenceStores() {
@@ -453,7 +470,9 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
     if (job.rows * line_cost >= kThreadsBytes) return parallel_for(tasks, task);
     for (int64_t i = 0; i < tasks; ++i) task(i);
   };
-  const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
+  const Segment& first = line.front();
+  const bool past_cache = job.rows * line_bytes >= kUncachedBytes &&
+                          IsResident(first.out + job.rows * first.row_bytes / 2);
   if (line_bytes < kTaskBytes) {
     std::vector<Target> targets;
     for (size_t s = 0, end = 0; s < line.size(); s = end) {
