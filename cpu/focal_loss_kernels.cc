@@ -236,18 +236,24 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateGroup(const Group<A>& group, Power power, 
                      gamma);
 }
 
+// Joins the halves of a vector, then those of the half, until one lane is left.
+template <int kLanesLeft, typename V, typename F>
+JAXOPS_ALWAYS_INLINE auto JoinLanes(V v, F join) {
+  if constexpr (kLanesLeft == 1) {
+    return v[0];
+  } else {
+    return JoinLanes<kLanesLeft / 2>(join(v, Shift<kLanesLeft / 2>(v, v)), join);
+  }
+}
+
 template <typename A>
 JAXOPS_ALWAYS_INLINE A Largest(Vec<A> v) {
-  A largest = v[0];
-  for (int lane = 1; lane < kLanes<A>; ++lane) largest = v[lane] > largest ? v[lane] : largest;
-  return largest;
+  return JoinLanes<kLanes<A>>(v, [](Vec<A> a, Vec<A> b) { return a > b ? a : b; });
 }
 
 template <typename A>
 JAXOPS_ALWAYS_INLINE A Sum(Vec<A> v) {
-  A sum = 0;
-  for (int lane = 0; lane < kLanes<A>; ++lane) sum += v[lane];
-  return sum;
+  return JoinLanes<kLanes<A>>(v, [](Vec<A> a, Vec<A> b) { return a + b; });
 }
 
 template <typename A>
