@@ -125,7 +125,8 @@ void CopyPastCache(char* to, const char* from, int64_t bytes) {
 }
 
 // Returns whether memory is more than reserved. The system clears a page at the first store to it,
-// which leaves the page in the caches: stores past them would then write it to memory twice.
+// which leaves the page in the caches: stores past them would then write it to memory twice. A call
+// that fails, as under a filter of system calls, says that it is new.
 bool IsResident(const char* address) {
 #if defined(__linux__)
   static const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -470,9 +471,12 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
     if (job.rows * line_cost >= kThreadsBytes) return parallel_for(tasks, task);
     for (int64_t i = 0; i < tasks; ++i) task(i);
   };
-  const Segment& first = line.front();
-  const bool past_cache = job.rows * line_bytes >= kUncachedBytes &&
-                          IsResident(first.out + job.rows * first.row_bytes / 2);
+  const Segment& sampled = *std::max_element(
+      line.begin(), line.end(),
+      [](const Segment& a, const Segment& b) { return a.piece->extent < b.piece->extent; });
+  const bool past_cache =
+      job.rows * line_bytes >= kUncachedBytes &&
+      IsResident(sampled.out + job.rows / 2 * sampled.row_bytes + sampled.piece->extent / 2);
   if (line_bytes < kTaskBytes) {
     std::vector<Target> targets;
     for (size_t s = 0, end = 0; s < line.size(); s = end) {
