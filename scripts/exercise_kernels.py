@@ -666,7 +666,9 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     # No cache holds a large volume, and its points are enough to be sorted.
     is_large = n.prod() > LARGE
     widths = (32,) if is_large else (1, 5, 16, 33)
-    for width, align_corners in itertools.product(widths, (False, True)):
+    # All points are inside, where both paddings have the same values by kernels of their own.
+    frames = ((False, "border"), (True, "zeros"))
+    for width, (align_corners, padding_mode) in itertools.product(widths, frames):
         points_of = n.prod() // 2 if is_large else 600
         if dtype == "float32" and width == 5 and not deterministic and not is_large:
             points_of = 53_000  # kernels whose threads locate their own points take fewer
@@ -683,7 +685,11 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
         points = (2 * x / (n - 1) if align_corners else (2 * x + 1) / n) - 1
         points = points.astype("float64" if dtype == "float64" else "float32")
         g = rng.normal(size=(points_of, width)).astype(jnp.dtype(dtype))
-        options = {"align_corners": align_corners, "deterministic": deterministic}
+        options = {
+            "align_corners": align_corners,
+            "padding_mode": padding_mode,
+            "deterministic": deterministic,
+        }
 
         def sums(points, n=n, align_corners=align_corners):
             x = (points + 1) / 2 * (n - 1) if align_corners else ((points + 1) * n - 1) / 2

@@ -272,11 +272,11 @@ def _abstract(function, **options):
 
 @pytest.mark.parametrize("function", CALLS)
 def test_names_in_any_case(function):
-    taken = 0
     for argument, names in NAMES.items():
         parameters = inspect.signature(getattr(jaxops, function)).parameters
         if argument not in parameters or (function, argument) in OF_ARRAYS:
             continue
+        taken = 0
         for name in names:
             known = _abstract(function, **{argument: name})
             if "must be" in known and f"got {name!r}" in known:
@@ -284,7 +284,7 @@ def test_names_in_any_case(function):
             taken += 1
             for other in (name.upper(), name.lower(), name.capitalize()):
                 assert _abstract(function, **{argument: other}) == known, (argument, name, other)
-    assert taken >= 2
+        assert taken, argument
 
 
 @pytest.mark.parametrize("argument", LAX_OPTIONS)

@@ -230,6 +230,15 @@ SYMBOLIC = {
         lambda v, p: jaxops.grid_sample(v, p, deterministic=True),
         [(4, 5, 3), ("b", 2)],
     ),
+    "conv2d, int8, a batch of batches": (
+        jax.vmap(
+            lambda x, k: jaxops.conv2d(
+                _as_int8(x), _as_int8(k), preferred_element_type=np.int32
+            ).astype(np.float32),
+            (0, None),
+        ),
+        [("b", 2, 6, 5, 2), (3, 3, 2, 4)],
+    ),
     "conv2d, int8": (
         lambda x, k: jaxops.conv2d(
             _as_int8(x), _as_int8(k), preferred_element_type=np.int32

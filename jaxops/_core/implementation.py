@@ -36,9 +36,10 @@ class _Setting(NamedTuple):
 
 def _from_environment() -> _Setting:
     value = os.environ.get(VARIABLE) or None
-    if value not in NAMES:
+    name = value and value.lower()
+    if name not in NAMES:
         raise ValueError(f"{VARIABLE} must be 'native' or 'xla', or not be set, got {value!r}")
-    return _Setting(value)
+    return _Setting(name)
 
 
 _setting = jax.make_user_context(_from_environment())

@@ -155,8 +155,8 @@ def block_size(
     window_bytes = math.prod((*batch, *windows.taps)) * channels * itemsize
     image_bytes = window_bytes * math.prod(windows.outs)
     most = _BLOCK_BYTES if platform == "cpu" else DEVICE_BLOCK_BYTES
-    if jax.export.is_symbolic_dim(rows):
-        return rows, None  # a block needs a number
+    if any(map(jax.export.is_symbolic_dim, (*batch, rows))):
+        return rows, None  # a block needs numbers
     # Patches of single entries are the image, so that none are made.
     if image_bytes == 0 or (windows.are_entries and platform == "cpu"):
         return rows, None

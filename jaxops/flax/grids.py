@@ -85,15 +85,15 @@ class Levels:
             raise ValueError(
                 f"{layer}: growth must be a number in [1, 64], got {checks.describe(growth)}"
             )
-        # A float has no powers beyond its range, and no level so fine is allowed.
-        logs = [math.log(base_resolution) + level * math.log(factor) for level in range(num_levels)]
-        sizes = [base_resolution * factor**n if log < 64 else 2.0**64 for n, log in enumerate(logs)]
+        # Powers of floats overflow for levels that are far too fine.
+        exponent = math.log2(base_resolution) + (num_levels - 1) * math.log2(factor)
+        levels = range(num_levels if exponent < 25 else 1)
         # A power such as 16 * 2 ** (1 / 3) ** 3 may be rounded to just below a whole number.
-        cells = tuple(math.floor(size * (1 + 1e-12)) for size in sizes)
-        if cells[-1] >= 2**24:
+        cells = tuple(math.floor(base_resolution * factor**n * (1 + 1e-12)) for n in levels)
+        if exponent >= 25 or cells[-1] >= 2**24:
             raise ValueError(
                 f"{layer}: the finest level must have fewer than 2^24 cells along an axis, got "
-                f"{cells[-1]}"
+                f"2^{exponent:.1f}"
             )
         entries = tuple(min((n + 1) ** axes, 2**log2_table_size) for n in cells)
         if sum(entries) >= 2**31:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def check(
     for name in ("kernel_size", "kernel_dilation"):
         if sizes[name] < 1:
             raise ValueError(f"{layer}: {name} must be at least 1, got {sizes[name]}")
-    if not isinstance(drop_connect, (int, float)) or not 0 <= drop_connect <= 1:
+    if not isinstance(drop_connect, numbers.Real) or not 0 <= drop_connect <= 1:
         raise ValueError(
             f"{layer}: drop_connect is a probability in [0, 1], got {checks.describe(drop_connect)}"
         )

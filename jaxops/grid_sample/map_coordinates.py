@@ -129,9 +129,10 @@ def _arrays(coordinates: Any, axes: int, shape: tuple[int, ...]) -> list[jax.Arr
 
 def _interpolate(input, arrays, order, mode, cval):
     if order == 0:
-        if needs_kernels(_NAME):
+        function = needs_kernels(_NAME)
+        if function is not None:
             raise NotImplementedError(
-                f"{_NAME}: implementation='native' needs kernels, and there are none for order 0"
+                f"{function}: implementation='native' needs kernels, and there are none for order 0"
             )
         # One gather by XLA, which makes the indices as it reads, and sums gradients in this dtype.
         dtype = accumulation_dtype(input, arrays[0])
