@@ -65,7 +65,7 @@ def sum_taps(volume: jax.Array, indices: jax.Array, weights: Sequence[jax.Array]
 
 
 def ordered_volume_grad(
-    shape: tuple[int, ...],
+    shape: tuple[Any, ...],
     indices: jax.Array,
     g: jax.Array,
     weights: Sequence[jax.Array],
