@@ -304,7 +304,7 @@ def draw_grid_sample() -> Figure:
 
 
 def _weights(axes: Axes, point, method: str) -> None:
-    """An image of 6 × 6 entries with the weight of each at a point."""
+    """An image of 6 × 6 entries with their weights at a point."""
 
     def sample(image):
         return jaxops.grid_sample(image, point, coordinates="pixel", method=method)[0]

@@ -107,8 +107,17 @@ def test_drop_connect_drops_taps_after_normalisation(apply, normalize):
     )
 
 
+@APIS
+@pytest.mark.parametrize("rate", [1.5, -0.1, "0.1"])
+def test_drop_connect_is_a_probability(apply, rate):
+    x, kernel = jnp.ones((1, TIME, FEATURES)), normal(1, (HEADS, TAPS))
+    message = r"^LightweightConv: drop_connect is a probability in \[0, 1\], got "
+    with pytest.raises(ValueError, match=message):
+        apply({"drop_connect": rate}, kernel, None, x)
+
+
 def test_drop_connect_keeps_the_mean():
-    rate, draws, kernel = 0.4, 2000, normal(1, (HEADS, TAPS))
+    rate, draws, kernel = np.float32(0.4), 2000, normal(1, (HEADS, TAPS))
     x = normal(0, (1, TIME, FEATURES))
     layer = jaxops_linen.LightweightConv(HEADS, TAPS, drop_connect=rate)
     apply = jax.jit(

@@ -302,7 +302,9 @@ print(has_kernel())
 
 
 def test_the_environment_variable():
-    assert processes.run_python(["-c", PROGRAM], {"JAXOPS_IMPLEMENTATION": "xla"}) == "True False\n"
+    for name in ("xla", "XLA"):
+        printed = processes.run_python(["-c", PROGRAM], {"JAXOPS_IMPLEMENTATION": name})
+        assert printed == "True False\n"
 
 
 @pytest.mark.parametrize(

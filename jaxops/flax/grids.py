@@ -40,8 +40,8 @@ def grid_shape(layer: str, resolution: Sequence[int], features: int) -> tuple[in
     return (*sizes, checks.integer(layer, "features", features, 1))
 
 
-def points_of(layer: str, points: Any, axes: int) -> jax.Array:
-    """The points (..., axes) that a grid over some axes is called on."""
+def check_points(layer: str, points: Any, axes: int) -> jax.Array:
+    """The points of a call as an array (..., axes), or an error in the name of the layer."""
     points = checks.float_array(layer, "points", points, None, "(..., axes)")
     if points.shape[-1:] != (axes,):
         raise ValueError(f"{layer}: points must have {axes} coordinates, got shape {points.shape}")

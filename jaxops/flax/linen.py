@@ -611,7 +611,7 @@ class VoxelGrid(nn.Module):
         shape = grids.grid_shape("VoxelGrid", self.resolution, self.features)
         grid = self.param("grid", self.grid_init, shape, self.param_dtype)
         (grid,) = promote_dtype(grid, dtype=self.dtype)
-        points = grids.points_of("VoxelGrid", points, grid.ndim - 1)
+        points = grids.check_points("VoxelGrid", points, grid.ndim - 1)
         return jaxops.grid_sample(
             grid,
             points,

@@ -675,7 +675,7 @@ class VoxelGrid(nnx.Module):
     def __call__(self, points: jax.Array) -> jax.Array:
         """The features (..., features) at points (..., axes) in [-1, 1]."""
         (grid,) = promote_dtype(self.grid[...], dtype=self.dtype)
-        points = grids.points_of("VoxelGrid", points, grid.ndim - 1)
+        points = grids.check_points("VoxelGrid", points, grid.ndim - 1)
         return jaxops.grid_sample(
             grid,
             points,
@@ -751,7 +751,7 @@ class HashGrid(nnx.Module):
 
     def __call__(self, points: jax.Array) -> jax.Array:
         """The features (..., num_levels * features_per_level) of points (..., axes)."""
-        points = grids.points_of("HashGrid", points, self.levels.axes)
+        points = grids.check_points("HashGrid", points, self.levels.axes)
         (table,) = promote_dtype(self.table[...], dtype=self.dtype)
         return self.levels.encode(table, points)
 
