@@ -175,7 +175,7 @@ def _last_state(x, state, weight):
 
 
 def _as_int8(x):
-    return (100 * x).astype(np.int8)
+    return (25 * x).astype(np.int8)
 
 
 # Programs of a batch of symbolic size b.
