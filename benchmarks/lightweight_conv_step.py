@@ -2,6 +2,7 @@
 
 B sequences are decoded for N steps in a `jax.lax.scan`, whose carry is the state: that is updated
 in place. With `slots`, the state has this many times B of them, and the sequences have indices.
+`dynamic_conv_step` has the same functions: there every step has filters of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ for entries in (2**n for n in range(0, 13, 2)):
     CASES += cases("scaling", (entries, 1024, 1024, 4, 16), "float32", slots=1)
 
 
+def is_dynamic(case: Case) -> bool:
+    """Whether every step has filters of its own, as in the cases of `dynamic_conv_step`."""
+    return "softmax" in case.options
+
+
 def dilation(case: Case) -> int:
     return case.options.get("dilation", 1)
 
@@ -43,11 +49,12 @@ def arguments(case, key):
     slots = B * case.options["slots"]
     x = normal(of_x, (N, B, C), case.dtype)
     state = normal(of_state, (slots, reach(case), C), case.dtype)
-    weight = (normal(of_weight, (H, K), "float32") / K**0.5).astype(case.dtype)
+    filters = (N, B, H, K) if is_dynamic(case) else (H, K)
+    weight = (normal(of_weight, filters, "float32") / K**0.5).astype(case.dtype)
     return x, state, weight, jnp.arange(slots, dtype=jnp.int32)[::-1][:B]
 
 
-def decode(step):
+def decode(case, step):
     """The steps of a sequence: step(x_t, state, weight, indices) makes one.
 
     The results are added up, because XLA's CPU backend converts a whole array of bfloat16 to store
@@ -55,13 +62,15 @@ def decode(step):
     """
 
     def function(x, state, weight, indices):
-        def advance(carry, x_t):
+        def advance(carry, steps):
             state, total = carry
-            y, state = step(x_t, state, weight, indices)
+            x_t, weight_t = steps if is_dynamic(case) else (steps, weight)
+            y, state = step(x_t, state, weight_t, indices)
             return (state, total + y.astype(total.dtype)), None
 
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jax.lax.scan(advance, (state, jnp.zeros(x.shape[1:], wide)), x)[0]
+        steps = (x, weight) if is_dynamic(case) else x
+        return jax.lax.scan(advance, (state, jnp.zeros(x.shape[1:], wide)), steps)[0]
 
     return function
 
@@ -73,43 +82,51 @@ def ours(case):
             x_t, state, weight, dilation=dilation(case), state_indices=indices
         )
 
-    return decode(step)
+    return decode(case, step)
+
+
+def by_channel(case, weight, dtype):
+    """The filters (..., H, K) as (..., C, K), after the softmax of a case that has one."""
+    _, C, H, _, _ = case.shape
+    wide = weight.astype(dtype)
+    if case.options.get("softmax"):
+        wide = jax.nn.softmax(wide, axis=-1)
+    return jnp.repeat(wide, C // H, axis=-2)
 
 
 def concatenated(case):
     """The state and the new row in one array: what is written by hand."""
-    _, C, H, _, _ = case.shape
 
     def step(x_t, state, weight, indices):
         is_indexed = case.options["slots"] > 1
         rows = state[indices] if is_indexed else state
         wide = jnp.promote_types(x_t.dtype, jnp.float32)
         window = jnp.concatenate([rows, x_t[:, None]], axis=1)
-        taps = jnp.repeat(weight, C // H, axis=0).T.astype(wide)
+        taps = by_channel(case, weight, wide).swapaxes(-1, -2)
         y = jnp.sum(window[:, :: dilation(case)].astype(wide) * taps, axis=1).astype(x_t.dtype)
         last = window[:, 1:]
         return y, state.at[indices].set(last, unique_indices=True) if is_indexed else last
 
-    return decode(step)
+    return decode(case, step)
 
 
 def shifted(case):
     """A product of each row, added up one by one, and the state rolled."""
-    _, C, H, K, _ = case.shape
+    K = case.shape[3]
 
     def step(x_t, state, weight, indices):
         is_indexed = case.options["slots"] > 1
         rows = state[indices] if is_indexed else state
         wide = jnp.promote_types(x_t.dtype, jnp.float32)
-        taps = jnp.repeat(weight, C // H, axis=0).astype(wide)
-        total = taps[:, -1] * x_t.astype(wide)
+        taps = by_channel(case, weight, wide)
+        total = taps[..., -1] * x_t.astype(wide)
         for k in range(K - 1):
-            total = total + taps[:, k] * rows[:, k * dilation(case)].astype(wide)
+            total = total + taps[..., k] * rows[:, k * dilation(case)].astype(wide)
         last = jnp.roll(rows, -1, axis=1).at[:, -1].set(x_t)
         last = state.at[indices].set(last, unique_indices=True) if is_indexed else last
         return total.astype(x_t.dtype), last
 
-    return decode(step)
+    return decode(case, step)
 
 
 def cost(case: Case, direction: Direction) -> Cost:
@@ -118,8 +135,9 @@ def cost(case: Case, direction: Direction) -> Cost:
     # A step reads the state, x and the filters, and writes the state and y. The sum reads y.
     rows = B * (2 * reach(case) + 3) * C
     sums = 2 * B * C * max(4, itemsize)
+    filters = H * K * (B if is_dynamic(case) else 1)
     return Cost(
-        bytes=N * ((rows + H * K) * itemsize + sums),
+        bytes=N * ((rows + filters) * itemsize + sums),
         flops=2 * N * B * C * K,
         unit="fma float64" if case.dtype == "float64" else "fma float32",
     )

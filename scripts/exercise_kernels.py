@@ -360,9 +360,12 @@ def exercise_long_sum(device, dtype, rows, classes):
 
 # Rows that a lane, several lanes, a warp or blocks reduce; some are whole vectors long, some not. A
 # single cluster of blocks cannot reduce all rows of a case. Two cases have enough rows for the
-# kernels of large 16-bit arrays.
+# kernels of large 16-bit arrays. Warps sum batch entries of three of the rows of up to 128 bytes.
 SOFTMAX_ROWS = (
-    (50_003, 7),
+    (60_003, 7),
+    (40_001, 13),
+    (20_001, 31),
+    (10_007, 63),
     (17_003, 80),
     (17_003, 91),
     (52_501, 80),
@@ -388,7 +391,13 @@ def exercise_softmax_rows(device, dtype, rows, classes):
             "sum": total(z, labels),
             "both": jax.value_and_grad(total)(z, labels),
             "gradient": jax.grad(lambda z: 0.5 * total(z, labels))(z),
+            "entries": jax.vmap(total)(*by_entry(z, labels)),
+            "both by entry": jax.vmap(jax.value_and_grad(total))(*by_entry(z, labels)),
         }
+
+    def by_entry(*arrays):
+        """Three neighbouring rows as a batch entry; rows that are left belong to none."""
+        return [a[: rows // 3 * 3].reshape(rows // 3, 3, *a.shape[1:]) for a in arrays]
 
     got = jax.jit(results)(*jax.device_put((z, labels), device))
     wide = z.astype(np.float64)
@@ -399,7 +408,14 @@ def exercise_softmax_rows(device, dtype, rows, classes):
     losses = -((1 - py) ** 2) * np.log(py) * known
     slopes = known * ((1 - py) ** 2 - 2 * py * np.log(py) * (1 - py))
     gradient = slopes[:, None] * (share - (labels[:, None] == np.arange(classes)))
-    want = {"sum": losses.sum(), "both": (losses.sum(), gradient), "gradient": gradient / 2}
+    entry_losses, entry_gradients = by_entry(losses, gradient)
+    want = {
+        "sum": losses.sum(),
+        "both": (losses.sum(), gradient),
+        "gradient": gradient / 2,
+        "entries": entry_losses.sum(axis=1),
+        "both by entry": (entry_losses.sum(axis=1), entry_gradients),
+    }
     return compared(f"{dtype}, ({rows}, {classes})", got, want, dtype, 64)
 
 

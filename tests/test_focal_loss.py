@@ -560,11 +560,16 @@ def test_sigmoid_of_very_many_elements(platform):
     np.testing.assert_allclose(got, want[np.arange(rows) % 1003], 3e-6, 1e-30)
 
 
-# Small cases do not reach these CUDA kernels: rows that a few lanes or a warp reduce, of whole
-# vectors and others; tiles of consecutive rows; one or several blocks a row; rows that exceed the
-# registers of these blocks.
+# Small cases do not reach these CUDA kernels: rows of a thread, or that a few lanes or a warp
+# reduce, of whole vectors and others; tiles of consecutive rows; one or several blocks a row; rows
+# that exceed the registers of these blocks.
 MANY = (
     (300_007, 7, "float32"),
+    (131_101, 10, "float32"),
+    (60_001, 31, "float32"),
+    (100_003, 21, "bfloat16"),
+    (30_011, 63, "float16"),
+    (50_007, 13, "float64"),
     (131_101, 75, "bfloat16"),
     (5_003, 250, "float32"),
     (9, 100_003, "float64"),
@@ -1122,6 +1127,40 @@ def test_many_entries(operator, rows, classes, dtype, platform):
             np.testing.assert_allclose(
                 g.astype(np.float64), w, rtol=allowed, atol=allowed * np.abs(w).max()
             )
+
+
+# On GPUs a warp has as many whole entries as it has threads for their rows.
+@pytest.mark.parametrize("dtype", focal_accuracy.FLOATS)
+@pytest.mark.parametrize(
+    ("entries", "rows", "classes"),
+    [(50_003, 1, 10), (20_011, 3, 7), (1_501, 20, 15), (700, 32, 21)],
+)
+def test_softmax_sums_of_entries_of_a_warp(entries, rows, classes, dtype, platform):
+    rng = np.random.default_rng(rows)
+    logits = (3 * rng.standard_normal((entries, rows, classes))).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes + 1, (entries, rows)).astype(np.int32)
+    weights = rng.uniform(1, 2, (entries, rows)).astype(np.float32)
+    weights[(labels < 0) | (labels == classes)] = np.nan  # no result depends on it
+
+    def sums(z, labels, weight, implementation=None):
+        total = functools.partial(
+            jaxops.softmax_focal_loss,
+            labels=labels,
+            reduction="sum",
+            implementation=implementation,
+        )
+        weighed = functools.partial(total, sample_weight=weight, gamma=1.5)
+        return total(z), weighed(z), *jax.value_and_grad(total)(z), *jax.value_and_grad(weighed)(z)
+
+    arguments = logits, labels, weights
+    got = run(jax.vmap(sums), platform, *arguments)
+    plain = functools.partial(sums, implementation="xla")
+    want = on_reference(jax.vmap(plain), *arguments)
+    for g, w in zip(got, want, strict=True):
+        allowed = float(jnp.finfo(g.dtype).eps) * (1 if g.dtype == dtype else 8) + 1e-5
+        np.testing.assert_allclose(
+            g.astype(np.float64), w, rtol=allowed, atol=allowed * np.abs(w).max()
+        )
 
 
 # --- soft labels and classes left out of the softmax ---------------------------------------------

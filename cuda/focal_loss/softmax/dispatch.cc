@@ -32,7 +32,14 @@ constexpr int64_t kMinWholeLogits = 1 << 22;
 // longer rows of two warps each keep the memory of a multiprocessor busy.
 constexpr int64_t kMaxLaneVectorsOfGradient = 224;
 
-bool PrefersManyEntries(const SoftmaxCall& call, const Device&) {
+bool PrefersShortRows(const SoftmaxCall& call, const Device&) {
+  return !RowVectors(call.loss).whole;
+}
+
+bool PrefersManyEntries(const SoftmaxCall& call, const Device& device) {
+  if (SumsShortEntries(call) && call.entries() * call.size() > kMaxFewLogits &&
+      PrefersShortRows(call, device))
+    return false;
   return call.entries() >= kManyEntries &&
          (call.loss.rows <= EntryRows(call) || call.loss.classes <= kMaxClassesOfRounds);
 }
@@ -41,10 +48,6 @@ bool PrefersManyEntries(const SoftmaxCall& call, const Device&) {
 bool PrefersFewRows(const SoftmaxCall& call, const Device&) {
   if (call.loss.sum == nullptr) return call.entries() * call.size() <= kMaxFewLogits;
   return call.entries() < kManyEntries && call.size() <= kMaxFewLogits;
-}
-
-bool PrefersShortRows(const SoftmaxCall& call, const Device&) {
-  return !RowVectors(call.loss).whole;
 }
 
 // Losses of a batch without a sum are those that LaneRows computes, bit for bit.

@@ -60,14 +60,23 @@ struct RowSplits {
 // LaunchSplits launches a kernel for all splits, and the kernel that adds their partial sums.
 template <typename A, typename Params>
 cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& splits,
-                         cudaStream_t stream, const SoftmaxCall& call, Params params) {
+                         cudaStream_t stream, const SoftmaxCall& call, Params params,
+                         size_t shared_bytes = 0) {
   params.splits = FastDivider(splits.count);
   params.partials = splits.clustered ? nullptr : call.partials;
   const int64_t blocks = call.entries() * splits.count;
-  const cudaError_t error =
-      splits.clustered && splits.count > 1
-          ? jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, 0, stream, params)
-          : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
+  cudaError_t error = cudaSuccess;
+  if (splits.clustered && splits.count > 1) {
+    if (shared_bytes > jaxops::cuda::kSharedWithoutOptIn) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   jaxops::cuda::kSharedOptInLimit);
+      if (error != cudaSuccess) return error;
+    }
+    error = jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, shared_bytes,
+                                         stream, params);
+  } else {
+    error = jaxops::cuda::Launch(kernel, blocks, threads, shared_bytes, stream, params);
+  }
   if (error != cudaSuccess || call.loss.sum == nullptr || splits.clustered) return error;
   return CombineSums<A>(stream, call.loss, splits.count, call.partials);
 }
