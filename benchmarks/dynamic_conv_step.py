@@ -23,6 +23,8 @@ CASES = [
     *cases("odd", (17, 999, 333, 5, 64), ["float32", "float16"], slots=[1, 3], softmax=True),
 ]
 # fmt: on
+for entries in (2**n for n in range(0, 13, 3)):
+    CASES += cases("scaling", (entries, 1024, 16, 7, 16), "float32", slots=1, softmax=True)
 
 
 def ours(case):

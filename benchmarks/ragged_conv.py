@@ -27,7 +27,7 @@ CASES = [
     *cases("odd", (5, 510, 100, 10, 3), "float64", state=True),
 ]
 # fmt: on
-for tokens in (2**n for n in range(6, 17, 2)):
+for tokens in (2**n for n in range(4, 17, 3)):
     CASES += cases("scaling", (8, tokens, 1024, 1024, 4), "float32", state=False)
 
 

@@ -1,5 +1,5 @@
-// The activations of sums, for the instruction set that the including kernel file is compiled for
-// (see simd.h).
+// The activations of sums and the softmax, for the instruction set that the including kernel file
+// is compiled for (see simd.h).
 #ifndef JAXOPS_CPU_ACTIVATIONS_H_
 #define JAXOPS_CPU_ACTIVATIONS_H_
 
@@ -82,6 +82,25 @@ JAXOPS_ALWAYS_INLINE void ActivateTile(Activation activation, V (&v)[kCount]) {
   ActivateInMemory(activation, kCount, stored);
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) v[i] = stored[i];
+}
+
+// The softmax of each lane over a number of vectors that follow each other.
+template <typename A>
+JAXOPS_ALWAYS_INLINE void NormalizeLanes(int64_t count, A* values) {
+  constexpr int kLane = kLanes<A>;
+  Vec<A> max = Load(values);
+  for (int64_t i = 1; i < count; ++i) {
+    const Vec<A> v = Load(values + i * kLane);
+    max = v > max ? v : max;
+  }
+  Vec<A> sum = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const Vec<A> v = Exp(Load(values + i * kLane) - max);
+    Store(v, values + i * kLane);
+    sum += v;
+  }
+  const Vec<A> scale = A(1) / sum;
+  for (int64_t i = 0; i < count; ++i) Store(Load(values + i * kLane) * scale, values + i * kLane);
 }
 
 }  // namespace jaxops::cpu::JAXOPS_ISA

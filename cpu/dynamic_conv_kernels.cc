@@ -179,25 +179,6 @@ void LoadColumns(const W* from, int64_t pitch, int64_t rows, int64_t columns, in
   }
 }
 
-// The softmax over the taps of each lane.
-template <typename A>
-void NormalizeColumns(int64_t taps, A* tile) {
-  constexpr int kLane = kLanes<A>;
-  Vec<A> max = Load(tile);
-  for (int64_t k = 1; k < taps; ++k) {
-    const Vec<A> v = Load(tile + k * kLane);
-    max = v > max ? v : max;
-  }
-  Vec<A> sum = {};
-  for (int64_t k = 0; k < taps; ++k) {
-    const Vec<A> v = Exp(Load(tile + k * kLane) - max);
-    Store(v, tile + k * kLane);
-    sum += v;
-  }
-  const Vec<A> scale = A(1) / sum;
-  for (int64_t k = 0; k < taps; ++k) Store(Load(tile + k * kLane) * scale, tile + k * kLane);
-}
-
 // Stores the weights of rows [begin, end) of a block's heads to panels of its steps, a panel a tap.
 // With `skewed`, tap k of row t is where the input gradient needs it, at step
 // t + k * dilation - padding. `aligned`, if not null, gets them without that.
@@ -212,7 +193,7 @@ void PackWeights(const Geometry& g, const Block& block, const W* weight, int64_t
     const int64_t at = t * pitch + block.head_begin * g.taps;
     LoadColumns(weight + at, pitch, Min(kLane, end - t), heads * g.taps, g.time * pitch - at, tile);
     if (g.normalize) {
-      for (int64_t h = 0; h < heads; ++h) NormalizeColumns(g.taps, tile + h * g.taps * kLane);
+      for (int64_t h = 0; h < heads; ++h) NormalizeLanes(g.taps, tile + h * g.taps * kLane);
     }
     const int64_t step = t - block.time_begin;
     for (int64_t h = 0; h < heads; ++h) {
@@ -594,7 +575,7 @@ void RunRowsAs(const ForwardBlock& args) {
         const int64_t at = chunk * row_size + block.head_begin * g.taps;
         LoadColumns(weight + at, row_size, steps, heads * g.taps, g.time * row_size - at, tile);
         for (int64_t h = 0; g.normalize && h < heads; ++h) {
-          NormalizeColumns(g.taps, tile + h * g.taps * kLane);
+          NormalizeLanes(g.taps, tile + h * g.taps * kLane);
         }
       }
       for (int64_t t = chunk; t < chunk + steps; ++t) {
@@ -603,7 +584,7 @@ void RunRowsAs(const ForwardBlock& args) {
           A* of_heads = tile + h * g.taps;
           LoadColumns(weight + at + h * g.taps, g.taps, Min(kLane, heads - h), g.taps,
                       g.time * row_size - at - h * g.taps, of_heads);
-          if (g.normalize) NormalizeColumns(g.taps, of_heads);
+          if (g.normalize) NormalizeLanes(g.taps, of_heads);
         }
         const int64_t i = t - block.time_begin;
         const int64_t low = ranges.begin[i], high = Max(low, ranges.end[i]);

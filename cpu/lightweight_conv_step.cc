@@ -80,14 +80,17 @@ void RunStep(const Step& call, const ParallelFor& parallel_for) {
   const bool packs = rows > 1 || !CanReadFilters(call);
 
   RunTasks(tasks, parallel_for, [&](int64_t task) {
-    Memory packed(kMaxBlockChannels * (call.taps + 1) * (call.dtype == DType::kF64 ? 8 : 4));
+    const int64_t filters_of_block = call.weight_step == 0 ? 1 : call.steps;
+    Memory packed(kMaxBlockChannels * (filters_of_block * call.taps + 1) *
+                  (call.dtype == DType::kF64 ? 8 : 4));
     Filters filters{call, -1, 0, nullptr, nullptr, packed.get()};
     const int64_t end = (task + 1) * units / tasks;
     for (int64_t unit = task * units / tasks; unit < end; ++unit) {
       const int64_t n = unit % rows / call.entries;
       const int64_t entry = unit % call.entries;
       const int64_t begin = unit / rows * block;
-      const void* weight = At(call.weight, call.batch.Offset(n, Step::kWeight), call.weight_dtype);
+      const int64_t filter = call.batch.Offset(n, Step::kWeight) + entry * call.weight_entry;
+      const void* weight = At(call.weight, filter, call.weight_dtype);
       const void* bias = call.bias == nullptr
                              ? nullptr
                              : At(call.bias, call.batch.Offset(n, Step::kBias), call.bias_dtype);

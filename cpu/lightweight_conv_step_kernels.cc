@@ -146,15 +146,14 @@ JAXOPS_ALWAYS_INLINE void StoreTaps(const W* from, A* to) {
 }
 
 // Widens the filters of each channel, (taps,), into vectors of channels, (panels, taps, lanes),
-// with zeros for the channels past the block. The bias, zeros for none, comes after them.
+// with zeros for the channels past the block.
 template <typename A, typename W>
-void PackFiltersAs(const Filters& args, const W* weight) {
+void PackFiltersOfStep(const Filters& args, const W* weight, A* packed) {
   constexpr int kLane = kLanes<A>;
   const int64_t taps = args.call.taps;
   const int64_t depth = args.call.channels / args.call.heads;
   const int64_t channels = args.channel_end - args.channel_begin;
   const int64_t panels = CeilDiv(channels, kLane);
-  A* packed = static_cast<A*>(args.packed);
   // The filters of a vector of channels, for a group of taps.
   constexpr int64_t kGroup = 8;
   A strip[kLane * kGroup];
@@ -202,7 +201,23 @@ void PackFiltersAs(const Filters& args, const W* weight) {
       TransposeTaps(strip, count, to);
     }
   }
-  A* bias = packed + panels * taps * kLane;
+}
+
+// The filters of a step, or of every step, and after them the bias, zeros for none.
+template <typename A, typename W>
+void PackFiltersAs(const Filters& args, const W* weight) {
+  constexpr int kLane = kLanes<A>;
+  const Step& call = args.call;
+  const int64_t channels = args.channel_end - args.channel_begin;
+  const int64_t panels = CeilDiv(channels, kLane);
+  A* packed = static_cast<A*>(args.packed);
+  for (int64_t s = 0; s < (call.weight_step == 0 ? 1 : call.steps); ++s) {
+    PackFiltersOfStep(args, weight + s * call.weight_step, packed);
+    for (int64_t p = 0; p < panels; ++p, packed += call.taps * kLane) {
+      if (call.normalize) NormalizeLanes(call.taps, packed);
+    }
+  }
+  A* bias = packed;
   for (int64_t i = 0; i < panels * kLane; ++i) bias[i] = 0;
   if (args.bias != nullptr) {
     WithStorage(args.call.bias_dtype, args.bias, args.channel_begin,
@@ -231,7 +246,9 @@ void MakeSteps(const Rows& args, const S* x, const T* state, S* y) {
   const Step& call = args.call;
   const int64_t channels = args.channel_end - args.channel_begin;
   const int64_t panels = CeilDiv(channels, kLane);
-  const A* bias = static_cast<const A*>(args.packed) + panels * call.taps * kLane;
+  const int64_t filters = call.weight_step == 0 ? 1 : call.steps;
+  const A* packed = static_cast<const A*>(args.packed);
+  const A* bias = packed + filters * panels * call.taps * kLane;
   // A state of zeros is a single row.
   T zeros[kMaxBlockChannels];
   const int64_t pitch = state == nullptr ? 0 : call.channels;
@@ -240,10 +257,11 @@ void MakeSteps(const Rows& args, const S* x, const T* state, S* y) {
     state = zeros;
   }
   for (int64_t p = 0; p < panels; ++p) {
-    const A* weight = static_cast<const A*>(args.packed) + p * call.taps * kLane;
+    const A* weight = packed + p * call.taps * kLane;
+    const int64_t next_filter = call.weight_step == 0 ? 0 : panels * call.taps * kLane;
     const int64_t at = p * kLane;
     const int64_t lanes = channels - at;
-    for (int64_t s = 0; s < call.steps; ++s) {
+    for (int64_t s = 0; s < call.steps; ++s, weight += next_filter) {
       const int64_t before =
           Min(call.taps, CeilDiv(Max(call.reach - s, 0), call.dilation));  // taps of the state
       Vec<A> sum = {};

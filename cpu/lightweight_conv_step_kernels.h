@@ -21,9 +21,9 @@ struct Filters {
   const Step& call;
   int64_t channel_begin;
   int64_t channel_end;
-  const void* weight;  // (heads, taps)
+  const void* weight;  // (heads, taps), or of every step (steps, heads, taps)
   const void* bias;    // null: none
-  void* packed;        // of the arithmetic type: kMaxBlockChannels * (taps + 1)
+  void* packed;        // of the arithmetic type: kMaxBlockChannels * (taps + 1), taps of all steps
 };
 
 // The same channels of an entry.
@@ -46,7 +46,7 @@ inline bool CanReadFilters(const Step& call) {
   const DType arithmetic = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   return call.steps == 1 && call.dilation == 1 && (call.taps == 3 || call.taps == 4) &&
          call.heads == call.channels && call.bias == nullptr && call.dtype == call.state_dtype &&
-         call.weight_dtype == arithmetic;
+         call.weight_dtype == arithmetic && !call.normalize;
 }
 
 struct Kernels {

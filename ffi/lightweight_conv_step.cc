@@ -1,4 +1,4 @@
-// The handler of the steps of the lightweight convolution.
+// The handlers of the steps of the lightweight and of the dynamic convolution.
 #include "common/lightweight_conv_step.h"
 
 #include <optional>
@@ -9,6 +9,7 @@
 #include "cpu/lightweight_conv_step.h"
 #endif
 #include "ffi/bind.h"
+#include "ffi/choice.h"
 #include "ffi/decode.h"
 
 namespace jaxops::ffi::lightweight_conv_step {
@@ -17,7 +18,8 @@ namespace {
 namespace xf = xla::ffi;
 using jaxops::lightweight_conv_step::Step;
 
-constexpr char kName[] = "lightweight_conv_step";
+constexpr char kShared[] = "lightweight_conv_step";
+constexpr char kDynamic[] = "dynamic_conv_step";
 
 struct StepAttributes {
   int64_t dilation;
@@ -25,23 +27,33 @@ struct StepAttributes {
   JAXOPS_ATTRIBUTES(dilation, activation);
 };
 
+struct DynamicStepAttributes {
+  int64_t dilation;
+  Activation activation;
+  bool normalize;
+  JAXOPS_ATTRIBUTES(dilation, activation, normalize);
+};
+
 bool IsIndex(const Buffer& buffer) {
   return buffer.element_type() == xf::DataType::S32 || buffer.element_type() == xf::DataType::S64;
 }
 
 // Sets the type of an operand of calls with x of type `dtype`.
-xf::Error SetOtherType(DType& out, const char* what, const Buffer& buffer, DType dtype) {
-  JAXOPS_RETURN_IF_ERROR(SetType(out, kName, what, buffer));
+xf::Error SetOtherType(DType& out, const char* name, const char* what, const Buffer& buffer,
+                       DType dtype) {
+  JAXOPS_RETURN_IF_ERROR(SetType(out, name, what, buffer));
   if (out == DType::kF64 && dtype != DType::kF64) {
-    return InvalidArgument(kName, ": ", what, " is f64, which x then must be too");
+    return InvalidArgument(name, ": ", what, " is f64, which x then must be too");
   }
   return xf::Error::Success();
 }
 
-xf::Error SetSizes(Step& step, int64_t dilation, Dimensions x, Dimensions state,
-                   Dimensions weight) {
-  if (x.size() < 3 || state.size() != x.size() || weight.size() + 1 != x.size()) {
-    return InvalidArgument(kName, ": ranks do not fit: x is ", ToString(x), ", state ",
+// A weight of `filter_rank` dimensions has the heads and the taps, after the entries and the steps
+// of a dynamic convolution.
+xf::Error SetSizes(Step& step, const char* name, int64_t dilation, size_t filter_rank, Dimensions x,
+                   Dimensions state, Dimensions weight) {
+  if (x.size() < 3 || state.size() != x.size() || weight.size() + 3 != x.size() + filter_rank) {
+    return InvalidArgument(name, ": ranks do not fit: x is ", ToString(x), ", state ",
                            ToString(state), ", weight ", ToString(weight));
   }
   const Dimensions rows = x.last(3), slots = state.last(3), filter = weight.last(2);
@@ -53,30 +65,38 @@ xf::Error SetSizes(Step& step, int64_t dilation, Dimensions x, Dimensions state,
   step.heads = filter[0];
   step.taps = filter[1];
   step.dilation = dilation;
-  if (step.heads < 1 || step.taps < 1 || step.channels % step.heads != 0) {
-    return InvalidArgument(kName, ": weight ", ToString(weight), " does not fit x ", ToString(x));
+  const bool is_dynamic = filter_rank == 4;
+  step.weight_step = is_dynamic ? step.heads * step.taps : 0;
+  step.weight_entry = step.steps * step.weight_step;
+  const Dimensions own = weight.last(filter_rank);
+  if (step.heads < 1 || step.taps < 1 || step.channels % step.heads != 0 ||
+      (is_dynamic && (own[0] != step.entries || own[1] != step.steps))) {
+    return InvalidArgument(name, ": weight ", ToString(weight), " does not fit x ", ToString(x));
   }
   if (dilation < 1 || !IsBounded(step.taps, dilation) || step.reach != (step.taps - 1) * dilation ||
       slots[2] != step.channels) {
-    return InvalidArgument(kName, ": state ", ToString(state), " does not fit ", step.taps,
+    return InvalidArgument(name, ": state ", ToString(state), " does not fit ", step.taps,
                            " taps with dilation ", dilation, " of x ", ToString(x));
   }
   return xf::Error::Success();
 }
 
+template <const char* kName, size_t kFilterRank, typename Attributes>
 xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
                   std::optional<Buffer> first, std::optional<Buffer> second, Result y,
-                  Result new_state, const StepAttributes& attributes) {
+                  Result new_state, const Attributes& attributes) {
   // The bias, the indices or both.
   const bool is_only_indices = first && !second && IsIndex(*first);
   const Buffer* const bias = first && !is_only_indices ? &*first : nullptr;
   const Buffer* const indices = is_only_indices ? &*first : second ? &*second : nullptr;
   Step step;
-  JAXOPS_RETURN_IF_ERROR(
-      SetSizes(step, attributes.dilation, x.dimensions(), state.dimensions(), weight.dimensions()));
+  JAXOPS_RETURN_IF_ERROR(SetSizes(step, kName, attributes.dilation, kFilterRank, x.dimensions(),
+                                  state.dimensions(), weight.dimensions()));
+  step.normalize = false;
+  if constexpr (kFilterRank == 4) step.normalize = attributes.normalize;
   JAXOPS_RETURN_IF_ERROR(SetType(step.dtype, kName, "x", x));
-  JAXOPS_RETURN_IF_ERROR(SetOtherType(step.state_dtype, "state", state, step.dtype));
-  JAXOPS_RETURN_IF_ERROR(SetOtherType(step.weight_dtype, "weight", weight, step.dtype));
+  JAXOPS_RETURN_IF_ERROR(SetOtherType(step.state_dtype, kName, "state", state, step.dtype));
+  JAXOPS_RETURN_IF_ERROR(SetOtherType(step.weight_dtype, kName, "weight", weight, step.dtype));
   step.activation = attributes.activation;
   step.x = x.untyped_data();
   step.state = state.untyped_data();
@@ -93,10 +113,10 @@ xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
   JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "new state", *new_state, rank,
                                      state.dimensions().last(3), state.element_type()));
   // The weight stands in for the batch dimensions of absent operands, whose offsets nothing reads.
-  const BatchOperand own_weight{weight.dimensions(), 2};
+  const BatchOperand own_weight{weight.dimensions(), kFilterRank};
   BatchOperand bias_operand = own_weight, indices_operand = own_weight;
   if (bias != nullptr) {
-    JAXOPS_RETURN_IF_ERROR(SetOtherType(step.bias_dtype, "bias", *bias, step.dtype));
+    JAXOPS_RETURN_IF_ERROR(SetOtherType(step.bias_dtype, kName, "bias", *bias, step.dtype));
     JAXOPS_RETURN_IF_ERROR(
         CheckBuffer(kName, "bias", *bias, rank, {step.channels}, bias->element_type()));
     bias_operand = {bias->dimensions(), 1};
@@ -120,10 +140,16 @@ xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
        bias_operand, indices_operand, BatchOperand{y->dimensions(), 3, BatchOperand::kWritten},
        BatchOperand{new_state->dimensions(), 3, BatchOperand::kWritten}},
       rank));
+  if constexpr (kFilterRank == 4) {
+    JAXOPS_RETURN_IF_ERROR(AnswerChoice(jaxops::lightweight_conv_step::PrefersKernels(step)));
+  }
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv_step, Step), step);
 }
 
-const Registration kStep("jaxops_lightweight_conv_step", kHandler<RunStep>);
+const Registration kStep("jaxops_lightweight_conv_step",
+                         kHandler<RunStep<kShared, 2, StepAttributes>>);
+const Registration kDynamicStep("jaxops_dynamic_conv_step",
+                                kHandler<RunStep<kDynamic, 4, DynamicStepAttributes>>);
 
 }  // namespace
 }  // namespace jaxops::ffi::lightweight_conv_step

@@ -8,17 +8,17 @@ new ones in one sequence, a convolution of that, and its last rows in place of t
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, compat, rules
+from jaxops._core import checks, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops._core.public import public_function
+from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS, Activation, activation_name, find_name
 from jaxops.lightweight_conv import lightweight_conv
 from jaxops.reference import lightweight_conv_step as reference
@@ -110,7 +110,14 @@ def lightweight_conv_step(
         operands.append(bias)
     if accumulation_dtype(*operands) == np.float64:
         operands[0] = operands[0].astype(np.float64)
-    indices = _slots_of(state_indices, entries, slots)
+    if state_indices is None and slots < entries:
+        raise ValueError(
+            f"{name}: state must have at least as many slots as x_t has entries, {entries}, "
+            f"without state_indices, got {slots}"
+        )
+    if state_indices is None and slots > entries:
+        state_indices = np.arange(entries, dtype=np.int32)
+    indices = sequences.slot_indices(name, state_indices, entries, slots)
     y, state = _step_operator(
         *operands,
         *(() if indices is None else (indices,)),
@@ -121,31 +128,6 @@ def lightweight_conv_step(
         with_indices=indices is not None,
     )
     return y.reshape(x.shape).astype(x.dtype), state
-
-
-def _slots_of(indices: Any, entries: int, slots: int) -> jax.Array | np.ndarray | None:
-    """The slots as int32 or int64, None for all in their order. Any negative one is padding."""
-    if indices is None:
-        if slots == entries:
-            return None
-        if slots < entries:
-            raise ValueError(
-                f"{NAME}: state must have at least as many slots as x_t has entries, {entries}, "
-                f"without state_indices, got {slots}"
-            )
-        return np.arange(entries, dtype=np.int32)
-    indices = checks.array(NAME, "state_indices", indices, "(B,)")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{NAME}: state_indices must have an integer dtype, got {indices.dtype}")
-    checks.shape(NAME, "state_indices", indices, (entries,), "(B,), one slot an entry of x_t")
-    held, int32 = jnp.iinfo(indices.dtype), np.iinfo(np.int32)
-    if int32.min <= held.min and held.max <= int32.max:
-        return indices.astype(np.int32)
-    if not isinstance(indices, np.ndarray) and indices.dtype == np.int64:
-        return indices
-    library = np if isinstance(indices, np.ndarray) else jnp
-    is_slot = (indices >= 0) & (indices < np.asarray(slots, indices.dtype))
-    return library.where(is_slot, indices.astype(np.int32), np.int32(-1))
 
 
 def _signature(*, with_bias, with_indices, **_):
@@ -216,15 +198,4 @@ def _step_jvp(primals, tangents, **params):
 
 @_step_operator.def_transpose
 def _step_transpose(cotangents, *operands, **params):
-    """The transpose of the composition with respect to the operands that are linear."""
-    at = [i for i, x in enumerate(operands) if compat.is_undefined_primal(x)]
-
-    def of_linear(*linear):
-        whole = list(operands)
-        for i, x in zip(at, linear, strict=True):
-            whole[i] = x
-        return _composed(*whole, **params)
-
-    transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in at))
-    found = iter(transpose([compat.ad.instantiate_zeros(ct) for ct in cotangents]))
-    return [next(found) if i in at else None for i in range(len(operands))]
+    return rules.transpose(functools.partial(_composed, **params), cotangents, operands)

@@ -784,42 +784,53 @@ def exercise_stencils(device, dtype, axes, taps, width):
     return found, wrong
 
 
-# --- steps of the lightweight convolution ---
+# --- steps of the lightweight and of the dynamic convolution -------------------------------------
 
 # Sequences, slots, C and H.
 STEPS = ((3, 5, 48, 48), (2, 4, 33, 3), (64, 64, 2048, 2048))
+# Taps, dilation and steps, and whether every step has a filter, of which a softmax is taken or not.
+STEP_KINDS = (
+    (1, 1, 1, None),
+    (4, 1, 1, None),
+    (8, 1, 3, None),
+    (4, 1, 2, None),
+    (11, 1, 2, None),
+    (3, 2, 1, None),
+    (1, 1, 2, True),
+    (4, 1, 1, False),
+    (4, 1, 1, True),
+    (3, 1, 3, False),
+    (11, 1, 2, True),
+    (3, 2, 1, True),
+)
 
 
 def exercise_steps(device, dtype, size):
-    """Like `exercise`, of steps of the lightweight convolution."""
+    """Like `exercise`, of steps of the lightweight and of the dynamic convolution."""
     entries, slots, channels, heads = size
     rng = np.random.default_rng(channels)
     indices = np.int32(rng.permutation(slots)[:entries])
     indices[0] = -1  # padding, which reads zeros and writes nothing
     arguments, programs, want = {}, {}, {}
-    for taps, dilation, steps in (
-        (1, 1, 1),
-        (4, 1, 1),
-        (8, 1, 3),
-        (4, 1, 2),
-        (11, 1, 2),
-        (3, 2, 1),
-    ):
-        name = f"{taps} taps, dilation {dilation}, {steps} steps"
+    for taps, dilation, steps, softmax in STEP_KINDS:
+        name = f"{taps} taps, dilation {dilation}, {steps} steps, softmax {softmax}"
         reach = (taps - 1) * dilation
-        shapes = (entries, steps, channels), (slots, reach, channels), (heads, taps), (channels,)
-        x, state, weight, bias = arrays = [
-            rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes
-        ]
+        filters = (heads, taps) if softmax is None else (entries, steps, heads, taps)
+        shapes = (entries, steps, channels), (slots, reach, channels), filters, (channels,)
+        arrays = [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
         arguments[name] = arrays
-        programs[name] = functools.partial(_steps, dilation, indices)
+        programs[name] = functools.partial(_steps, dilation, indices, softmax)
         x, state, weight, bias = (a.astype(np.float64) for a in arrays)
-        filters = weight.repeat(channels // heads, axis=0)
+        if softmax:
+            weight = np.exp(weight - weight.max(axis=-1, keepdims=True))
+            weight /= weight.sum(axis=-1, keepdims=True)
+        weight = np.broadcast_to(weight, (entries, steps, heads, taps))
+        weight = weight.repeat(channels // heads, axis=2)
         y, new = np.broadcast_to(bias, x.shape).copy(), state.copy()
         for entry, slot in enumerate(indices):
             rows = np.concatenate([state[slot] * (slot >= 0), x[entry]])
             for k in range(taps):
-                y[entry] += filters[:, k] * rows[k * dilation : k * dilation + steps]
+                y[entry] += weight[entry, ..., k] * rows[k * dilation : k * dilation + steps]
             if slot >= 0:
                 new[slot] = rows[len(rows) - reach :]
         want[name] = {"y": y, "state": new} if reach else {"y": y}
@@ -827,9 +838,12 @@ def exercise_steps(device, dtype, size):
     return compared(f"{dtype}, {size}", program(jax.device_put(arguments, device)), want, dtype, 12)
 
 
-def _steps(dilation, indices, x, state, weight, bias):
+def _steps(dilation, indices, softmax, x, state, weight, bias):
     options = {"dilation": dilation, "bias": bias, "state_indices": indices}
-    y, new = jaxops.lightweight_conv_step(x, state, weight, **options)
+    if softmax is None:
+        y, new = jaxops.lightweight_conv_step(x, state, weight, **options)
+    else:
+        y, new = jaxops.dynamic_conv_step(x, state, weight, normalize=softmax, **options)
     return {"y": y, "state": new} if new.size else {"y": y}
 
 

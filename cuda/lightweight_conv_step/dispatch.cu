@@ -1,4 +1,4 @@
-// The kernels of the steps of lightweight convolution.
+// The kernels of the steps of lightweight and of dynamic convolution.
 //
 // A step moves a few rows an entry and computes next to nothing: the latency from the launch to the
 // last store bounds it. A thread owns a vector of channels of an entry. It reads the rows of the
@@ -66,7 +66,7 @@ struct Item {
     y = call.batch.Offset(batch, Step::kY) + rows;
     state = call.batch.Offset(batch, Step::kState) + state_rows;
     new_state = call.batch.Offset(batch, Step::kNewState) + state_rows;
-    weight = call.batch.Offset(batch, Step::kWeight);
+    weight = call.batch.Offset(batch, Step::kWeight) + entry * call.weight_entry;
     bias = call.batch.Offset(batch, Step::kBias) + channel;
   }
 
@@ -136,6 +136,22 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
 // Rows that move at once.
 constexpr int kRowsInFlight = 8;
 
+// Returns the sum of rows by the softmax of their taps.
+template <typename Acc, typename Tap, typename Row>
+__device__ __forceinline__ Acc NormalizedSum(int64_t taps, Tap&& tap_at, Row&& row_at) {
+  Acc largest = tap_at(0);
+#pragma unroll kRowsInFlight
+  for (int64_t k = 1; k < taps; ++k) largest = max(largest, tap_at(k));
+  Acc total = 0, sum = 0;
+#pragma unroll kRowsInFlight
+  for (int64_t k = 0; k < taps; ++k) {
+    const Acc share = exp(tap_at(k) - largest);
+    total += share;
+    sum += share * row_at(k);
+  }
+  return sum / total;
+}
+
 // Steps of any filter: every tap is read through the cache. T is the type of x, S that of the
 // state.
 template <typename T, typename S>
@@ -156,16 +172,20 @@ __global__ void __launch_bounds__(kThreads) StepThroughCache(const __grid_consta
     WithElements(call.bias, call.bias_dtype,
                  [&](const auto* from) { bias[0] = static_cast<Acc>(Widen(from[item.bias])); });
   }
-  const int64_t filter =
+  int64_t filter =
       item.weight +
       static_cast<int64_t>(p.depth.Quotient(static_cast<uint64_t>(item.channel))) * call.taps;
-  for (int64_t s = 0; s < call.steps; ++s) {
+  for (int64_t s = 0; s < call.steps; ++s, filter += call.weight_step) {
     Acc sums[1] = {bias[0]};
     WithElements(call.weight, call.weight_dtype, [&](const auto* weight) {
-#pragma unroll kRowsInFlight
-      for (int64_t k = 0; k < call.taps; ++k) {
-        sums[0] += static_cast<Acc>(Widen(weight[filter + k])) * row_at(s + k * call.dilation);
+      const auto tap_at = [&](int64_t k) { return static_cast<Acc>(Widen(weight[filter + k])); };
+      if (call.normalize) {
+        sums[0] += NormalizedSum<Acc>(call.taps, tap_at,
+                                      [&](int64_t k) { return row_at(s + k * call.dilation); });
+        return;
       }
+#pragma unroll kRowsInFlight
+      for (int64_t k = 0; k < call.taps; ++k) sums[0] += tap_at(k) * row_at(s + k * call.dilation);
     });
     Activate(sums, call.activation);
     static_cast<T*>(call.y)[item.y + s * call.channels] = Narrow<T>(sums[0]);
@@ -273,7 +293,10 @@ cudaError_t LaunchStep(cudaStream_t stream, const Step& call) {
   if (elements == 0) return cudaSuccess;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    if (call.dilation != 1 || call.taps > kMaxRegisterTaps || call.state_dtype != call.dtype) {
+    // Filters in registers are those of all steps, as they are.
+    const bool is_shared = !call.normalize && (call.weight_step == 0 || call.steps == 1);
+    if (!is_shared || call.dilation != 1 || call.taps > kMaxRegisterTaps ||
+        call.state_dtype != call.dtype) {
       return LaunchThroughCache<T>(stream, call);
     }
     constexpr int kWide = kVectorElements<T>;

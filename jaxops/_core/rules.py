@@ -34,6 +34,21 @@ def jvp(function: Callable, primals: Sequence, tangents: Sequence):
         return jax.jvp(apply, [primals[i] for i in at], [tangents[i] for i in at])
 
 
+def transpose(function: Callable, cotangents: Sequence, operands: Sequence) -> list:
+    """The transpose of `function` with respect to the operands that are undefined."""
+    at = [i for i, x in enumerate(operands) if compat.is_undefined_primal(x)]
+
+    def apply(*linear):
+        whole = list(operands)
+        for i, x in zip(at, linear, strict=True):
+            whole[i] = x
+        return function(*whole)
+
+    transposed = jax.linear_transpose(apply, *(operands[i].aval for i in at))
+    found = iter(transposed([compat.ad.instantiate_zeros(ct) for ct in cotangents]))
+    return [next(found) if i in at else None for i in range(len(operands))]
+
+
 def zeros(operands: Sequence) -> list:
     """Symbolic zero cotangents for the undefined ones among `operands`, None for the others."""
     return [compat.Zero(x.aval) if compat.is_undefined_primal(x) else None for x in operands]

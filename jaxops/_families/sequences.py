@@ -112,6 +112,28 @@ def integer_array(
     return array
 
 
+def slot_indices(
+    function: str, indices: Any, entries: int, slots: int
+) -> jax.Array | np.ndarray | None:
+    """The slots of entries of x_t as int32 or int64, None for None. Any negative one is none."""
+    if indices is None:
+        return None
+    indices = checks.array(function, "state_indices", indices, "(B,)")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: state_indices must have an integer dtype, got {indices.dtype}"
+        )
+    checks.shape(function, "state_indices", indices, (entries,), "(B,), one slot an entry of x_t")
+    held, int32 = jnp.iinfo(indices.dtype), np.iinfo(np.int32)
+    if int32.min <= held.min and held.max <= int32.max:
+        return indices.astype(np.int32)
+    if not isinstance(indices, np.ndarray) and indices.dtype == np.int64:
+        return indices
+    library = np if isinstance(indices, np.ndarray) else jnp
+    is_slot = (indices >= 0) & (indices < np.asarray(slots, indices.dtype))
+    return library.where(is_slot, indices.astype(np.int32), np.int32(-1))
+
+
 def state_array(
     function: str, argument: str, value: Any, x: jax.Array, padding: int, data_format: str
 ) -> jax.Array:

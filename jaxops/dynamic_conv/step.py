@@ -1,18 +1,35 @@
-"""Dynamic convolution of the next steps of sequences whose states are in a cache."""
+"""Dynamic convolution of the next steps of sequences whose states are in a cache.
+
+The primitive has the kernels of `lightweight_conv_step`, and its derivatives are those of a
+composition as well: the convolution of the steps after the rows of their slots.
+"""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks
+from jaxops._core import checks, rules
+from jaxops._core.dtypes import accumulation_dtype
+from jaxops._core.primitive import Operator
 from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS, Activation, find_name
+from jaxops.activations import ACTIVATIONS, Activation, activation_name, find_name
+from jaxops.dynamic_conv.primitives import NAME
 from jaxops.dynamic_conv.public import check_bias, check_weight, dynamic_conv
+from jaxops.reference import dynamic_conv_step as reference
+from jaxops.reference.lightweight_conv_step import gather, scatter
 
 _NAME = "dynamic_conv_step"
+
+# A thread of the kernel computes all steps of a channel, one after the other. More of them are
+# computed as a sequence.
+_MAX_STEPS = 8
 
 
 @public_function
@@ -31,7 +48,10 @@ def dynamic_conv_step(
     """The next step, or the next few, of causal `dynamic_conv` of sequences with cached states.
 
     Steps one by one, several at a time and `dynamic_conv` of the whole sequence give the same
-    result; in float32 bit for bit.
+    result, up to rounding; on CPUs, in float32, bit for bit. The state is updated in place, without
+    a copy, where nothing else uses it: in the carry of a `jax.lax.scan`, or as an argument that
+    `jax.jit` has in ``donate_argnums``. Policies of `jax.checkpoint` can name the result
+    "dynamic_conv".
 
     Args:
       x_t: (B, C), or (B, S, C) for S steps; any float dtype.
@@ -73,27 +93,99 @@ def dynamic_conv_step(
     batch, channels = x.shape[0], x.shape[-1]
     bias = None if bias is None else check_bias(_NAME, bias, channels)
     slots = batch if state_indices is None else state.shape[0]
-    padding = (taps - 1) * dilation
-    why = f"(slots, P, C) with P = {padding} for x_t {x.shape}"
-    checks.shape(_NAME, "state", state, (slots, padding, channels), why)
-    own, indices = state, None
-    if state_indices is not None:
-        why = "(B,), one slot a sequence of x_t"
-        indices = sequences.integer_array(_NAME, "state_indices", state_indices, (batch,), why)
-        # Negative indices would count from the end.
-        indices = jnp.where((indices >= 0) & (indices < slots), indices, slots).astype(jnp.int32)
-        own = state.at[indices].get(mode="fill", fill_value=0)
-    steps = x[:, None] if x.ndim == 2 else x
-    y, moved = dynamic_conv(
-        steps,
-        weight[:, None] if x.ndim == 2 else weight,
+    why = f"(slots, P, C) with P = {(taps - 1) * dilation} for x_t {x.shape}"
+    checks.shape(_NAME, "state", state, (slots, (taps - 1) * dilation, channels), why)
+    indices = sequences.slot_indices(_NAME, state_indices, batch, slots)
+    has_steps = x.ndim == 3
+    operands = [x, state, weight] if has_steps else [x[:, None], state, weight[:, None]]
+    if accumulation_dtype(*operands, *(() if bias is None else (bias,))) == np.float64:
+        operands[0] = operands[0].astype(np.float64)
+    operands += [] if bias is None else [bias]
+    operands += [] if indices is None else [indices]
+    steps = operands[0].shape[1]
+    is_short = not jax.export.is_symbolic_dim(steps) and steps <= _MAX_STEPS
+    compute = _operator if is_short else _composed
+    y, state = compute(
+        *operands,
+        # A single tap has no distance to another.
+        dilation=1 if taps == 1 else dilation,
         normalize=normalize,
-        dilation=dilation,
-        bias=bias,
         activation=activation,
-        initial_state=own,
-        return_final_state=True,
+        with_bias=bias is not None,
+        with_indices=indices is not None,
     )
-    if indices is not None:
-        moved = state.at[indices].set(moved, mode="drop")
-    return y.reshape(x.shape), moved
+    return checkpoint_name(y.reshape(x.shape).astype(x.dtype), NAME), state
+
+
+def _signature(*, with_bias, with_indices, **_):
+    # Slots in their order are shared out with the entries. Others are anywhere.
+    entries, slots = ("entries", "cache") if with_indices else ("slots", "slots")
+    x, state = (f"{rows} (heads depth)" for rows in (f"{entries} steps", f"{slots} rows"))
+    operands = [x, state, f"{entries} steps heads taps"]
+    operands += ["(heads depth)"] if with_bias else []
+    operands += ["entries"] if with_indices else []
+    return f"{', '.join(operands)} -> {x}, {state}"
+
+
+def _named(operands, with_bias, with_indices):
+    """The operands x, state, weight, bias and indices, the last two None where there are none."""
+    x, state, weight, *others = operands
+    bias = others[0] if with_bias else None
+    return x, state, weight, bias, others[-1] if with_indices else None
+
+
+def _reference(*operands, with_bias, with_indices, **options):
+    named = _named(operands, with_bias, with_indices)
+    return list(reference.dynamic_conv_step(*named, **options))
+
+
+_operator = Operator(
+    _NAME,
+    signature=_signature,
+    reference=_reference,
+    dtypes=lambda x, state, *_, **__: [x.dtype, state.dtype],
+    attributes=lambda *, dilation, normalize, activation, **_: {
+        "dilation": np.int64(dilation),
+        "normalize": np.bool_(normalize),
+        "activation": activation_name(activation),
+    },
+    replicated=("steps", "rows", "taps", "entries", "cache"),
+    aliases={1: 1},
+    asks_on_gpu=lambda **_: True,
+)
+
+
+def _composed(*operands, dilation, normalize, activation, with_bias, with_indices):
+    """The operator in terms of the convolution, whose derivatives of every order there are."""
+    x, state, weight, bias, indices = _named(operands, with_bias, with_indices)
+    wide = x.dtype if x.dtype == state.dtype else accumulation_dtype(x, state)
+    window = gather(x.astype(wide), state.astype(wide), indices)
+    before = state.shape[-2]
+
+    def convolve(rows, own, weight, *bias):
+        return dynamic_conv(
+            rows,
+            weight,
+            dilation=dilation,
+            normalize=normalize,
+            bias=bias[0] if bias else None,
+            activation=activation,
+            initial_state=own,
+        )
+
+    parameters = (weight,) if bias is None else (weight, bias)
+    shapes = "(b,t,c),(b,p,c),(b,t,h,k)" + (",(c)" if with_bias else "")
+    y = jnp.vectorize(convolve, signature=f"{shapes}->(b,t,c)")(
+        window[..., before:, :], window[..., :before, :], *parameters
+    )
+    return [y.astype(x.dtype), scatter(window, state, indices)]
+
+
+@_operator.def_jvp
+def _jvp(primals, tangents, **params):
+    return rules.jvp(functools.partial(_composed, **params), primals, tangents)
+
+
+@_operator.def_transpose
+def _transpose(cotangents, *operands, **params):
+    return rules.transpose(functools.partial(_composed, **params), cotangents, operands)

@@ -39,14 +39,14 @@ def dynamic_conv(
         state = None if state is None else jnp.swapaxes(state, -1, -2)
     arrays = (weight, *(a for a in (bias, state) if a is not None))
     dtype = accumulation_dtype(x, *arrays)
-    p = _probabilities(weight, dtype, normalize)
+    p = probabilities(weight, dtype, normalize)
     (time, channels), taps = x.shape[-2:], weight.shape[-1]
     shifted = _Shifted(x.astype(dtype), state, starts, taps, padding, dilation)
 
     def add_tap(total, k):
         valid, rows = shifted.at(k)
         tap = jax.lax.dynamic_index_in_dim(p, k, axis=-1, keepdims=False)
-        tap = _by_channel(jnp.where(valid[..., None], tap, 0), channels)
+        tap = by_channel(jnp.where(valid[..., None], tap, 0), channels)
         return total + tap * rows, None
 
     shape = (*_batch(x, weight, starts, state), time, channels)
@@ -76,7 +76,7 @@ def dynamic_conv_input_grad(
     if data_format == "NCT":
         g = jnp.swapaxes(g, -1, -2)
     dtype = accumulation_dtype(g, weight)
-    p = _probabilities(weight, dtype, normalize)
+    p = probabilities(weight, dtype, normalize)
     (time, channels), taps = g.shape[-2:], weight.shape[-1]
     # Step s reads what tap K - 1 - k of a convolution with the mirrored padding reads.
     mirrored = (taps - 1) * dilation - padding
@@ -89,7 +89,7 @@ def dynamic_conv_input_grad(
         _, tap = filters.at(k)
         tap = tap.reshape(*tap.shape[:-1], *p.shape[-2:])
         tap = jax.lax.dynamic_index_in_dim(tap, taps - 1 - k, axis=-1, keepdims=False)
-        return total + _by_channel(tap, channels) * rows, None
+        return total + by_channel(tap, channels) * rows, None
 
     total = jnp.zeros((*_batch(g, weight, starts), time, channels), dtype)
     if total.size:
@@ -133,16 +133,17 @@ def dynamic_conv_weight_grad(
 def softmax_grad(weight: jax.Array, dp: jax.Array) -> jax.Array:
     """The cotangent of `weight` for that of its softmax over the last axis; so too its tangent."""
     dtype = accumulation_dtype(weight, dp)
-    p, dp = _probabilities(weight, dtype, True), dp.astype(dtype)
+    p, dp = probabilities(weight, dtype, True), dp.astype(dtype)
     return p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True))
 
 
-def _probabilities(weight, dtype, normalize):
+def probabilities(weight: jax.Array, dtype, normalize: bool) -> jax.Array:
+    """The weight, or its softmax over the last axis, in `dtype`."""
     weight = weight.astype(dtype)
     return jax.nn.softmax(weight, axis=-1) if normalize else weight
 
 
-def _by_channel(tap, channels):
+def by_channel(tap: jax.Array, channels: int) -> jax.Array:
     """(..., T, H) with an entry a channel."""
     return jnp.repeat(tap, channels // tap.shape[-1], axis=-1)
 

@@ -153,6 +153,20 @@ def _step(name, x, state, weight, dtypes=FEW, indices=False, **options):
     return Case(f"lightweight_conv_step {name}", function, arguments, (), dtypes)
 
 
+def _dynamic_step(name, x, state, heads, taps, dtypes=FEW, **options):
+    return Case(
+        f"dynamic_conv_step {name}",
+        functools.partial(jaxops.dynamic_conv_step, **options),
+        lambda d: (
+            _array(*x, dtype=d),
+            _array(*state, dtype=d),
+            _array(*x[:-1], heads, taps, dtype=d),
+        ),
+        (),
+        dtypes,
+    )
+
+
 def _packed(name, x, weight, dtypes=FEW, state=None, **options):
     """Segments, and with `state`, the shape of one, states."""
 
@@ -323,6 +337,9 @@ CASES = (
     _step("4 taps, 5 tokens", (64, 5, 1536), (64, 3, 1536), (1536, 4), activation="silu"),
     _step("7 taps of 3 channels", (17, 99), (40, 6, 99), (33, 7), indices=True),
     _step("31 taps", (32, 1024), (32, 30, 1024), (16, 31)),
+    _dynamic_step("7 taps", (64, 1024), (64, 6, 1024), 16, 7, normalize=True),
+    _dynamic_step("15 taps", (256, 4096), (256, 14, 4096), 64, 15, normalize=True),
+    _dynamic_step("31 taps, 2 tokens", (32, 2, 1024), (32, 30, 1024), 16, 31, FLOATS),
     _step("3 taps, dilated", (32, 1024), (32, 8, 1024), (1024, 3), dilation=4),
     _lightweight("NTC, 15 taps of 3 channels", (4, 1000, 99), (33, 15)),
     _packed("NTC, 4 taps", (1, 16384, 2048), (2048, 4), FLOATS),

@@ -416,21 +416,26 @@ def lightweight_conv_step(r: Random):
     if r.happens(0.3):
         heads = channels = 8 * r.upto(1024)
     taps, dilation = r.upto(r.pick(4, 8, 8, 100)), r.pick(1, 1, 1, 2, 9)
+    is_dynamic = r.happens(0.4)
     entries = r.upto(r.pick(4, 64, 100_000))
     options = {"dilation": dilation, "activation": r.pick(None, None, "relu", "silu", "gelu")}
     bias, indices = r.happens(0.4), r.happens(0.6)
     slots = r.upto(r.pick(4, 100, 100_000)) if indices else entries + r.pick(0, 0, 3)
     steps = () if r.happens(0.5) else (r.upto(r.pick(8, 300)),)
+    if is_dynamic:
+        options["normalize"] = r.happens(0.5)
+        slots = slots if indices else entries
     arguments = [
         array((entries, *steps, channels), dtype),
         array((slots, (taps - 1) * dilation, channels), r.float_dtype(dtype)),
-        array((heads, taps), r.float_dtype(dtype)),
+        array((*((entries, *steps) if is_dynamic else ()), heads, taps), r.float_dtype(dtype)),
         *([array((channels,), r.float_dtype(dtype))] if bias else []),
         *([array((entries,), r.pick("int32", "int32", "uint8", "int64"))] if indices else []),
     ]
 
     def step(x, state, weight, *rest):
-        return jaxops.lightweight_conv_step(
+        function = jaxops.dynamic_conv_step if is_dynamic else jaxops.lightweight_conv_step
+        return function(
             x,
             state,
             weight,

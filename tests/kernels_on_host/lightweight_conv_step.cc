@@ -1,5 +1,6 @@
-// The CUDA kernels of the steps of lightweight convolution against their definition.
+// The CUDA kernels of the steps of lightweight and of dynamic convolution against their definition.
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -20,6 +21,10 @@ void RunCall() {
   call.channels = call.heads * (Happens(50) ? 8 * Pick(1, 3) : Pick(0, 9));
   call.entries = Pick(0, 4);
   call.steps = Pick(0, 5);
+  const bool is_dynamic = Happens(50);
+  call.normalize = is_dynamic && Happens(60);
+  call.weight_step = is_dynamic ? call.heads * call.taps : 0;
+  call.weight_entry = call.steps * call.weight_step;
   const bool has_indices = Happens(60), in_place = Happens(50);
   call.slots = has_indices ? Pick(1, 6) : call.entries;
   call.dtype = PickFloat();
@@ -34,7 +39,9 @@ void RunCall() {
 
   Floats x(batch * of_x, call.dtype), y(batch * of_x, call.dtype);
   Floats state(batch * of_state, call.state_dtype), moved(batch * of_state, call.state_dtype);
-  Floats weight(call.heads * call.taps, call.weight_dtype), bias(call.channels, call.bias_dtype);
+  const int64_t filters = is_dynamic ? call.entries * call.steps : 1;
+  Floats weight(filters * call.heads * call.taps, call.weight_dtype),
+      bias(call.channels, call.bias_dtype);
   for (Floats* array : {&x, &state, &weight, &bias}) array->Fill();
   std::vector<int32_t> slots(3 * call.slots);  // some of them are no slots
   std::iota(slots.begin(), slots.end(), static_cast<int32_t>(-call.slots));
@@ -67,10 +74,15 @@ void RunCall() {
           return x[n * of_x + (e * call.steps + r - call.reach) * C + c];
         };
         for (int64_t s = 0; s < call.steps; ++s) {
-          double sum = call.bias == nullptr ? 0 : bias[c];
+          const int64_t filter =
+              e * call.weight_entry + s * call.weight_step + c / (C / call.heads) * call.taps;
+          double sum = 0, total = call.normalize ? 0 : 1;
           for (int64_t k = 0; k < call.taps; ++k) {
-            sum += weight[c / (C / call.heads) * call.taps + k] * row(s + k * call.dilation);
+            double tap = weight[filter + k];
+            if (call.normalize) total += tap = std::exp(tap);
+            sum += tap * row(s + k * call.dilation);
           }
+          sum = sum / total + (call.bias == nullptr ? 0 : bias[c]);
           CheckClose(y, n * of_x + (e * call.steps + s) * C + c, Activated(call.activation, sum),
                      4 * call.taps, "y");
         }

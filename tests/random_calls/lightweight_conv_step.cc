@@ -40,6 +40,12 @@ Call Make(Random& random, Arrays& arrays) {
   call.weight_dtype = random.FloatWith(call.dtype);
   call.bias_dtype = random.FloatWith(call.dtype);
   call.activation = random.AnyActivation();
+  const bool is_dynamic = random.OneIn(2);
+  call.normalize = is_dynamic && random.OneIn(2);
+  const int64_t filter = call.heads * call.taps;
+  call.weight_step = is_dynamic ? filter : 0;
+  call.weight_entry = call.steps * call.weight_step;
+  const int64_t filters = is_dynamic ? call.entries * call.steps * filter : filter;
   const bool has_indices = random.OneIn(2);
   call.slots = has_indices ? random.Size() : call.entries;
   const int64_t size = call.entries * call.steps * call.channels;
@@ -53,8 +59,7 @@ Call Make(Random& random, Arrays& arrays) {
     call.state = arrays.Floats(batch.Entries(Step::kState) * state, call.state_dtype);
     call.new_state = arrays.Result(batch.size() * state, call.state_dtype);
   }
-  call.weight =
-      arrays.Floats(batch.Entries(Step::kWeight) * call.heads * call.taps, call.weight_dtype);
+  call.weight = arrays.Floats(batch.Entries(Step::kWeight) * filters, call.weight_dtype);
   if (random.OneIn(2)) {
     call.bias = arrays.Floats(batch.Entries(Step::kBias) * call.channels, call.bias_dtype);
   }
@@ -75,8 +80,7 @@ Call Make(Random& random, Arrays& arrays) {
     call.indices = indices;
   }
   call.y = arrays.Result(batch.size() * size, call.dtype);
-  call.batch =
-      batch.Map({size, state, call.heads * call.taps, call.channels, call.entries, size, state});
+  call.batch = batch.Map({size, state, filters, call.channels, call.entries, size, state});
   return [call](const cpu::ParallelFor& run) { lightweight_conv_step::cpu::RunStep(call, run); };
 }
 
