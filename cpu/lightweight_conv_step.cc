@@ -80,10 +80,11 @@ void RunStep(const Step& call, const ParallelFor& parallel_for) {
   const bool packs = rows > 1 || !CanReadFilters(call);
 
   RunTasks(tasks, parallel_for, [&](int64_t task) {
+    const int64_t item = call.dtype == DType::kF64 ? 8 : 4;
     const int64_t filters_of_block = call.weight_step == 0 ? 1 : call.steps;
-    Memory packed(kMaxBlockChannels * (filters_of_block * call.taps + 1) *
-                  (call.dtype == DType::kF64 ? 8 : 4));
-    Filters filters{call, -1, 0, nullptr, nullptr, packed.get()};
+    Memory packed(kMaxBlockChannels * (filters_of_block * call.taps + 1) * item);
+    Memory normalized(call.normalize ? kMaxBlockChannels * call.taps * item : 0);
+    Filters filters{call, -1, 0, nullptr, nullptr, packed.get(), normalized.get()};
     const int64_t end = (task + 1) * units / tasks;
     for (int64_t unit = task * units / tasks; unit < end; ++unit) {
       const int64_t n = unit % rows / call.entries;

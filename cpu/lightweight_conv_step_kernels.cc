@@ -145,10 +145,30 @@ JAXOPS_ALWAYS_INLINE void StoreTaps(const W* from, A* to) {
   for (int k = 0; k < kTaps; ++k) Store(taps[k], to + k * kLanes<A>);
 }
 
+// The softmax of filters that follow each other, with the bits of NormalizeLanes.
+template <typename A>
+void NormalizeFilters(int64_t count, int64_t taps, A* filters) {
+  const int64_t size = count * taps;
+  for (A* filter = filters; filter != filters + size; filter += taps) {
+    A max = filter[0];
+    for (int64_t k = 1; k < taps; ++k) max = filter[k] > max ? filter[k] : max;
+    for (int64_t k = 0; k < taps; ++k) filter[k] -= max;
+  }
+  for (int64_t i = 0; i < size; i += kLanes<A>) {
+    StoreUpTo(Exp(LoadUpTo(filters + i, size - i)), filters + i, size - i);
+  }
+  for (A* filter = filters; filter != filters + size; filter += taps) {
+    A sum = 0;
+    for (int64_t k = 0; k < taps; ++k) sum += filter[k];
+    const A scale = A(1) / sum;
+    for (int64_t k = 0; k < taps; ++k) filter[k] *= scale;
+  }
+}
+
 // Widens the filters of each channel, (taps,), into vectors of channels, (panels, taps, lanes),
-// with zeros for the channels past the block.
+// with zeros for the channels past the block. The first filter in memory is that of `first_head`.
 template <typename A, typename W>
-void PackFiltersOfStep(const Filters& args, const W* weight, A* packed) {
+void PackFiltersOfStep(const Filters& args, const W* weight, int64_t first_head, A* packed) {
   constexpr int kLane = kLanes<A>;
   const int64_t taps = args.call.taps;
   const int64_t depth = args.call.channels / args.call.heads;
@@ -161,7 +181,7 @@ void PackFiltersOfStep(const Filters& args, const W* weight, A* packed) {
     const int64_t first = args.channel_begin + p * kLane;
     const int64_t lanes = Min(kLane, channels - p * kLane);
     if (depth == 1 && lanes == kLane) {
-      const W* from = weight + first * taps;
+      const W* from = weight + (first - first_head) * taps;
       A* to = packed + p * taps * kLane;
       if constexpr (__is_same(W, A) || (__is_same(W, BFloat) && __is_same(A, float))) {
         if (taps == 4) {
@@ -186,15 +206,16 @@ void PackFiltersOfStep(const Filters& args, const W* weight, A* packed) {
       const int64_t count = Min(kGroup, taps - tap);
       A* to = packed + (p * taps + tap) * kLane;
       if (is_of_one_head) {
-        Widen(weight + head * taps + tap, count, strip);
+        Widen(weight + (head - first_head) * taps + tap, count, strip);
         for (int64_t k = 0; k < count; ++k) Store(Broadcast(strip[k]), to + k * kLane);
         continue;
       }
       if (depth == 1 && count == taps) {
-        Widen(weight + first * taps, lanes * taps, strip);
+        Widen(weight + (first - first_head) * taps, lanes * taps, strip);
       } else {
         for (int64_t i = 0; i < lanes; ++i) {
-          Widen(weight + (first + i) / depth * taps + tap, count, strip + i * count);
+          const int64_t own = (first + i) / depth - first_head;
+          Widen(weight + own * taps + tap, count, strip + i * count);
         }
       }
       for (int64_t i = lanes * count; i < kLane * count; ++i) strip[i] = 0;
@@ -211,11 +232,19 @@ void PackFiltersAs(const Filters& args, const W* weight) {
   const int64_t channels = args.channel_end - args.channel_begin;
   const int64_t panels = CeilDiv(channels, kLane);
   A* packed = static_cast<A*>(args.packed);
-  for (int64_t s = 0; s < (call.weight_step == 0 ? 1 : call.steps); ++s) {
-    PackFiltersOfStep(args, weight + s * call.weight_step, packed);
-    for (int64_t p = 0; p < panels; ++p, packed += call.taps * kLane) {
-      if (call.normalize) NormalizeLanes(call.taps, packed);
+  const int64_t filters = call.weight_step == 0 ? 1 : call.steps;
+  const int64_t size = panels * call.taps * kLane;
+  const int64_t depth = call.channels / call.heads, first_head = args.channel_begin / depth;
+  const int64_t heads = (args.channel_end - 1) / depth - first_head + 1;
+  for (int64_t s = 0; s < filters; ++s, weight += call.weight_step, packed += size) {
+    if (!call.normalize) {
+      PackFiltersOfStep(args, weight, 0, packed);
+      continue;
     }
+    A* normalized = static_cast<A*>(args.normalized);
+    Widen(weight + first_head * call.taps, heads * call.taps, normalized);
+    NormalizeFilters(heads, call.taps, normalized);
+    PackFiltersOfStep(args, normalized, first_head, packed);
   }
   A* bias = packed;
   for (int64_t i = 0; i < panels * kLane; ++i) bias[i] = 0;

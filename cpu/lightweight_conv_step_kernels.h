@@ -24,6 +24,7 @@ struct Filters {
   const void* weight;  // (heads, taps), or of every step (steps, heads, taps)
   const void* bias;    // null: none
   void* packed;        // of the arithmetic type: kMaxBlockChannels * (taps + 1), taps of all steps
+  void* normalized;    // likewise: kMaxBlockChannels * taps, if there is a softmax
 };
 
 // The same channels of an entry.
