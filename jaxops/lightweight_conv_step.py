@@ -131,25 +131,15 @@ def lightweight_conv_step(
 
 
 def _signature(*, with_bias, with_indices, **_):
-    # Slots in their order are shared out with the entries. Others are anywhere.
-    entries, slots = ("entries", "cache") if with_indices else ("slots", "slots")
-    x, state = (f"{rows} (heads depth)" for rows in (f"{entries} steps", f"{slots} rows"))
-    operands = [x, state, "heads taps"]
-    operands += ["(heads depth)"] if with_bias else []
-    operands += ["entries"] if with_indices else []
-    return f"{', '.join(operands)} -> {x}, {state}"
-
-
-def _named(operands, with_bias, with_indices):
-    """The operands x, state, weight, bias and indices, the last two None where there are none."""
-    x, state, weight, *others = operands
-    bias = others[0] if with_bias else None
-    return x, state, weight, bias, others[-1] if with_indices else None
+    return sequences.step_signature("heads taps", with_bias=with_bias, with_indices=with_indices)
 
 
 def _step_reference(*operands, with_bias, with_indices, **options):
     return list(
-        reference.lightweight_conv_step(*_named(operands, with_bias, with_indices), **options)
+        reference.lightweight_conv_step(
+            *sequences.step_operands(operands, with_bias=with_bias, with_indices=with_indices),
+            **options,
+        )
     )
 
 
@@ -169,7 +159,9 @@ _step_operator = Operator(
 
 def _composed(*operands, dilation, activation, with_bias, with_indices):
     """The operator in terms of the convolution, whose derivatives of every order there are."""
-    x, state, weight, bias, indices = _named(operands, with_bias, with_indices)
+    x, state, weight, bias, indices = sequences.step_operands(
+        operands, with_bias=with_bias, with_indices=with_indices
+    )
     same = x.dtype == state.dtype
     wide = x.dtype if same else accumulation_dtype(x, state)
     window = reference.gather(x.astype(wide), state.astype(wide), indices)

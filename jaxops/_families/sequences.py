@@ -134,6 +134,26 @@ def slot_indices(
     return library.where(is_slot, indices.astype(np.int32), np.int32(-1))
 
 
+def step_signature(filters: str, *, with_bias: bool, with_indices: bool) -> str:
+    """The signature of steps with states; `filters` may name the `{entries}` of x_t."""
+    # Slots in their order are shared out with the entries. Others are anywhere.
+    entries, slots = ("entries", "cache") if with_indices else ("slots", "slots")
+    x, state = (f"{rows} (heads depth)" for rows in (f"{entries} steps", f"{slots} rows"))
+    operands = [x, state, filters.format(entries=entries)]
+    operands += ["(heads depth)"] if with_bias else []
+    operands += ["entries"] if with_indices else []
+    return f"{', '.join(operands)} -> {x}, {state}"
+
+
+def step_operands(
+    operands: Sequence[jax.Array], *, with_bias: bool, with_indices: bool
+) -> tuple[Any, ...]:
+    """The operands x_t, state, weight, bias and indices, the last two None where there are none."""
+    x, state, weight, *others = operands
+    bias = others[0] if with_bias else None
+    return x, state, weight, bias, others[-1] if with_indices else None
+
+
 def state_array(
     function: str, argument: str, value: Any, x: jax.Array, padding: int, data_format: str
 ) -> jax.Array:

@@ -118,24 +118,13 @@ def dynamic_conv_step(
 
 
 def _signature(*, with_bias, with_indices, **_):
-    # Slots in their order are shared out with the entries. Others are anywhere.
-    entries, slots = ("entries", "cache") if with_indices else ("slots", "slots")
-    x, state = (f"{rows} (heads depth)" for rows in (f"{entries} steps", f"{slots} rows"))
-    operands = [x, state, f"{entries} steps heads taps"]
-    operands += ["(heads depth)"] if with_bias else []
-    operands += ["entries"] if with_indices else []
-    return f"{', '.join(operands)} -> {x}, {state}"
-
-
-def _named(operands, with_bias, with_indices):
-    """The operands x, state, weight, bias and indices, the last two None where there are none."""
-    x, state, weight, *others = operands
-    bias = others[0] if with_bias else None
-    return x, state, weight, bias, others[-1] if with_indices else None
+    return sequences.step_signature(
+        "{entries} steps heads taps", with_bias=with_bias, with_indices=with_indices
+    )
 
 
 def _reference(*operands, with_bias, with_indices, **options):
-    named = _named(operands, with_bias, with_indices)
+    named = sequences.step_operands(operands, with_bias=with_bias, with_indices=with_indices)
     return list(reference.dynamic_conv_step(*named, **options))
 
 
@@ -157,7 +146,9 @@ _operator = Operator(
 
 def _composed(*operands, dilation, normalize, activation, with_bias, with_indices):
     """The operator in terms of the convolution, whose derivatives of every order there are."""
-    x, state, weight, bias, indices = _named(operands, with_bias, with_indices)
+    x, state, weight, bias, indices = sequences.step_operands(
+        operands, with_bias=with_bias, with_indices=with_indices
+    )
     wide = x.dtype if x.dtype == state.dtype else accumulation_dtype(x, state)
     window = gather(x.astype(wide), state.astype(wide), indices)
     before = state.shape[-2]

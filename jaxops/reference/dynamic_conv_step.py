@@ -32,8 +32,8 @@ def dynamic_conv_step(
     wide = accumulation_dtype(x, state, *parameters)
     moved = x.dtype if x.dtype == state.dtype else wide
     window = gather(x.astype(moved), state.astype(moved), indices)
+    before, steps = state.shape[-2], x.shape[-2]
     state = scatter(window, state, indices)
-    steps = x.shape[-2]
     if not jax.export.is_symbolic_dim(steps) and steps == 1:
         # XLA compiles a product of all taps and their sum to one kernel.
         p = probabilities(weight[..., 0, :, :], wide, normalize)
@@ -43,7 +43,6 @@ def dynamic_conv_step(
         if bias is not None:
             y = y + bias.astype(wide)[..., None, None, :]
         return ACTIVATIONS[activation](y).astype(x.dtype), state
-    before = window.shape[-2] - steps
     y = dynamic_conv(
         window[..., before:, :],
         weight,
