@@ -18,7 +18,7 @@ BOTH = ["float32", "bfloat16"]
 CASES = [
     *cases("small", (4, 64, 256, 256, 4), BOTH, state=False),
     *cases("small", (16, 256, 256, 16, 7), "float32", state=[False, True]),
-    # What a server of Mamba's or GDN's layers packs into a step, and LightConv's layers.
+    # A server packs such steps of Mamba's or GDN's layers, and of LightConv's.
     *cases("typical", (8, 2048, 4096, 4096, 4), BOTH, state=[False, True]),
     *cases("typical", (64, 2048, 4096, 4096, 4), "bfloat16", state=[False, True]),
     *cases("typical", (16, 4096, 1024, 16, 31), BOTH, state=[False, True]),

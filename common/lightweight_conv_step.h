@@ -7,8 +7,8 @@
 // where rows[b] has the `reach` rows of the state's slot of entry b and then the rows of x[b]. The
 // last `reach` of these are the new state of the slot. In a dynamic convolution every step of an
 // entry has a weight of its own, of which the softmax over the taps is taken if `normalize`. Each
-// thread of a kernel reads what it needs
-// of the state before it writes there, because both states may be the same memory.
+// thread of a kernel reads what it needs of the state before it writes there, because both states
+// may be the same memory.
 #ifndef JAXOPS_COMMON_LIGHTWEIGHT_CONV_STEP_H_
 #define JAXOPS_COMMON_LIGHTWEIGHT_CONV_STEP_H_
 
@@ -68,13 +68,14 @@ struct Step {
 };
 
 // PrefersKernels says whether a GPU is to run the kernels of a dynamic convolution's steps, and not
-// XLA's program. Of 64 steps of (64, 1024) entries in float32 with 31 taps an H200 takes 1000 µs by
-// kernels, and 1284 by XLA's program; of (16, 1024) with 7 taps 408, and 366; of 16 steps of
-// (256, 4096) in bfloat16 with 15 taps 1552, and 1696.
-inline bool PrefersKernels(const Step& call) {
-  constexpr int64_t kManyEntries = int64_t{1} << 20;
-  const int64_t entries = call.batch.size() * call.entries * call.channels;
-  return call.taps >= 31 || (call.taps >= 15 && entries >= kManyEntries);
+// XLA's program. XLA has one kernel for one step of slots in their order: an H200 takes 366 µs for
+// 64 of (16, 1024) elements with 7 taps in float32, and 408 by our kernels. With 31 taps (64, 1024)
+// elements take 1284 µs, and 1000; with 15 taps 16 steps of (256, 4096) in bfloat16 1696, and 1552.
+inline bool PrefersKernels(const Step& call, bool has_indices) {
+  constexpr int64_t kManyElements = int64_t{1} << 20;
+  const int64_t elements = call.batch.size() * call.entries * call.channels;
+  return call.steps != 1 || has_indices || call.taps >= 31 ||
+         (call.taps >= 15 && elements >= kManyElements);
 }
 
 }  // namespace jaxops::lightweight_conv_step

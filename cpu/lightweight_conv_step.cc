@@ -70,11 +70,13 @@ void RunStep(const Step& call, const ParallelFor& parallel_for) {
   if (call.copies_slots()) CopySlots(call, parallel_for);
   const int64_t block = std::min(call.channels, kMaxBlockChannels);
   if (block == 0) return;
-  // Channels vary slowest, so that a task packs few filters.
+  // Channels vary slowest, so that entries which share filters have them packed once a task.
   const int64_t rows = call.batch.size() * call.entries;
   const int64_t units = CeilDiv(call.channels, block) * rows;
   if (units == 0) return;
-  const int64_t cost = block * (call.steps * (call.taps + kEntryCost) + call.reach * 2);
+  const int64_t filter_cost = call.weight_step == 0 ? 0 : call.steps * call.taps;
+  const int64_t cost =
+      block * (call.steps * (call.taps + kEntryCost) + call.reach * 2 + filter_cost);
   const int64_t tasks = std::min(units, CeilDiv(units * cost, kTaskCost));
   const Kernels& kernels = BestKernels();
   const bool packs = rows > 1 || !CanReadFilters(call);

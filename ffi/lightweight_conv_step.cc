@@ -141,7 +141,8 @@ xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
        BatchOperand{new_state->dimensions(), 3, BatchOperand::kWritten}},
       rank));
   if constexpr (kFilterRank == 4) {
-    JAXOPS_RETURN_IF_ERROR(AnswerChoice(jaxops::lightweight_conv_step::PrefersKernels(step)));
+    JAXOPS_RETURN_IF_ERROR(
+        AnswerChoice(jaxops::lightweight_conv_step::PrefersKernels(step, indices != nullptr)));
   }
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv_step, Step), step);
 }

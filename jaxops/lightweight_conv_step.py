@@ -117,7 +117,7 @@ def lightweight_conv_step(
         )
     if state_indices is None and slots > entries:
         state_indices = np.arange(entries, dtype=np.int32)
-    indices = sequences.slot_indices(name, state_indices, entries, slots)
+    indices = sequences.slot_indices(name, state_indices, entries)
     y, state = _step_operator(
         *operands,
         *(() if indices is None else (indices,)),

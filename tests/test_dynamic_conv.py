@@ -512,15 +512,22 @@ def test_steps_equal_the_whole(steps, normalize, dilation):
     np.testing.assert_array_equal(moved[jnp.array([1, 3])], cache[jnp.array([1, 3])])
 
 
-def test_many_steps_equal_the_whole():
-    """More steps than a step's kernel takes are a sequence."""
-    x, weight, bias, state, _ = arrays(batch=2, time=20, channels=8, heads=2, taps=4)
-    options = {"normalize": True, "bias": bias}
-    state = state.astype(jnp.float32)
-    whole = jaxops.dynamic_conv(x, weight, initial_state=state, return_final_state=True, **options)
-    found = jaxops.dynamic_conv_step(x, state, weight, **options)
-    for got, want in zip(found, whole, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("steps", [8, 9])
+def test_many_steps_equal_the_whole(steps, state_dtype):
+    """The kernel of steps takes 8 at a time, and 9 are a sequence."""
+    x, weight, bias, *_ = arrays(batch=2, time=steps, channels=8, heads=2, taps=4, dtype="float32")
+    options = {"normalize": True, "bias": bias, "dilation": 2}
+    rng = np.random.default_rng(0)
+    cache = jnp.asarray(rng.normal(size=(4, 6, 8)), state_dtype)
+    slots = np.array([3, 1], np.int64)
+    whole, _ = jaxops.dynamic_conv(
+        x, weight, initial_state=cache[slots], return_final_state=True, **options
+    )
+    y, moved = jaxops.dynamic_conv_step(x, cache, weight, state_indices=slots, **options)
+    np.testing.assert_allclose(y, whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(moved[slots], x[:, -6:].astype(state_dtype))
+    np.testing.assert_array_equal(moved[np.array([0, 2])], cache[np.array([0, 2])])
 
 
 def test_a_step_updates_a_donated_state_in_place():

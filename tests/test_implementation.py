@@ -101,10 +101,10 @@ def test_a_call_comes_before_the_context():
         # The calls that a public function makes are of its implementation.
         step = jax.jit(
             lambda x, s: jaxops.dynamic_conv_step(
-                x, s, np.ones((2, 2, 3), np.float32), implementation="native"
+                x, s, np.ones((2, 9, 2, 3), np.float32), implementation="native"
             )
         )
-        assert lowered_calls(step.lower(X[:, 0], X[:, :2]))
+        assert lowered_calls(step.lower(np.zeros((2, 9, 6), np.float32), X[:, :2]))
 
 
 def test_a_program_keeps_what_it_was_traced_with():
@@ -155,10 +155,11 @@ def test_native_over_devices():
 def test_native_without_a_platform(monkeypatch):
     """The error names the function that was called, not one that it calls."""
     monkeypatch.setattr(native, "missing_kernels", lambda platform: "there are none today.")
-    state, weight = np.zeros((2, 2, 6), np.float32), np.ones((2, 2, 3), np.float32)
+    state, weight = np.zeros((2, 2, 6), np.float32), np.ones((2, 9, 2, 3), np.float32)
+    steps = np.zeros((2, 9, 6), np.float32)  # so many are computed by dynamic_conv
     calls = {
         "lightweight_conv": lambda **options: conv(X, **options),
-        "dynamic_conv_step": lambda **o: jaxops.dynamic_conv_step(X[:, 0], state, weight, **o),
+        "dynamic_conv_step": lambda **o: jaxops.dynamic_conv_step(steps, state, weight, **o),
         "conv2d": lambda **options: jaxops.conv2d(IMAGE, KERNEL, **options),
         "conv_transpose": lambda **o: jaxops.conv_transpose(IMAGE, KERNEL, (2, 2), "SAME", **o),
     }

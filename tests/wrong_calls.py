@@ -165,6 +165,11 @@ def valid_calls() -> list[Call]:
         return jaxops.conv2d(x, kernel, **more)
 
     half, depthwise = of(2, 6, 5, 3, dtype=jnp.float16), functools.partial(convolve, groups=3)
+
+    def dynamic_step(x, state, weight, bias, indices):
+        options = {"normalize": True, "bias": bias, "state_indices": indices}
+        return jaxops.dynamic_conv_step(x, state, weight, **options)
+
     parts = [of(3, 2, 4), of(3, 5, 4), of(3, 1, 4)]
     functions = [
         (conv, x, weight, bias),
@@ -174,6 +179,23 @@ def valid_calls() -> list[Call]:
         (gradients(conv_without_bias, 1), of(2, 4, 9), weight),
         (jax.vmap(gradients(conv, 0, 1, 2), (0, None, 0)), of(5, *x.shape), weight, of(5, 4)),
         (jaxops.lightweight_conv_step, of(2, 4), of(2, 2, 4), weight),
+        (jaxops.dynamic_conv_step, of(2, 4), of(2, 2, 4), of(2, 2, 3)),
+        (
+            dynamic_step,
+            of(3, 2, 4, dtype=jnp.float16),
+            of(5, 2, 4),
+            of(3, 2, 2, 3),
+            of(4),
+            of(3, dtype=jnp.int32),
+        ),
+        (
+            jax.vmap(dynamic_step, (0, None, 0, None, None)),
+            of(6, 3, 2, 4),
+            of(5, 2, 4),
+            of(6, 3, 2, 2, 3),
+            of(4),
+            of(3, dtype=jnp.int32),
+        ),
         (step, of(3, 2, 4, dtype=jnp.float16), of(5, 2, 4), weight, of(4), of(3, dtype=jnp.int32)),
         (
             jax.vmap(step, (0, None, None, 0, None)),
@@ -308,6 +330,8 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
 
 # The changes, by target, that make a valid call of other arrays.
 _FREE = {
+    "dynamic_conv_step": "operand [0134] size 0|operand 2 (size [01234]|dtype)|operand [34] dtype"
+    "|operands less 3|normalize",
     "lightweight_conv_step": "operand [0134] size 0|operand 2 (size [01]|dtype)"
     "|operand [34] dtype|operands less 3",
     "lightweight_conv": "operand 0 size [01]|operand 1 .*|operand [234] (size [01]|dtype)|padding"

@@ -293,9 +293,9 @@ cudaError_t LaunchStep(cudaStream_t stream, const Step& call) {
   if (elements == 0) return cudaSuccess;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    // Filters in registers are those of all steps, as they are.
-    const bool is_shared = !call.normalize && (call.weight_step == 0 || call.steps == 1);
-    if (!is_shared || call.dilation != 1 || call.taps > kMaxRegisterTaps ||
+    // Registers hold one filter, without a softmax.
+    const bool has_one_filter = !call.normalize && (call.weight_step == 0 || call.steps == 1);
+    if (!has_one_filter || call.dilation != 1 || call.taps > kMaxRegisterTaps ||
         call.state_dtype != call.dtype) {
       return LaunchThroughCache<T>(stream, call);
     }

@@ -112,9 +112,7 @@ def integer_array(
     return array
 
 
-def slot_indices(
-    function: str, indices: Any, entries: int, slots: int
-) -> jax.Array | np.ndarray | None:
+def slot_indices(function: str, indices: Any, entries: int) -> jax.Array | np.ndarray | None:
     """The slots of entries of x_t as int32 or int64, None for None. Any negative one is none."""
     if indices is None:
         return None
@@ -130,7 +128,8 @@ def slot_indices(
     if not isinstance(indices, np.ndarray) and indices.dtype == np.int64:
         return indices
     library = np if isinstance(indices, np.ndarray) else jnp
-    is_slot = (indices >= 0) & (indices < np.asarray(slots, indices.dtype))
+    # Numbers beyond int32 are slots of no cache.
+    is_slot = (indices >= 0) & (indices <= np.asarray(int32.max, indices.dtype))
     return library.where(is_slot, indices.astype(np.int32), np.int32(-1))
 
 

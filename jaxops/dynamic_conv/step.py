@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
@@ -48,10 +49,10 @@ def dynamic_conv_step(
     """The next step, or the next few, of causal `dynamic_conv` of sequences with cached states.
 
     Steps one by one, several at a time and `dynamic_conv` of the whole sequence give the same
-    result, up to rounding; on CPUs, in float32, bit for bit. The state is updated in place, without
-    a copy, where nothing else uses it: in the carry of a `jax.lax.scan`, or as an argument that
-    `jax.jit` has in ``donate_argnums``. Policies of `jax.checkpoint` can name the result
-    "dynamic_conv".
+    result, up to rounding; kernels of CPUs in float32 bit for bit. Kernels update the state in
+    place, without a copy, where nothing else uses it: in the carry of a `jax.lax.scan`, or as an
+    argument that `jax.jit` has in ``donate_argnums``. Policies of `jax.checkpoint` can name the
+    result "dynamic_conv".
 
     Args:
       x_t: (B, C), or (B, S, C) for S steps; any float dtype.
@@ -95,7 +96,7 @@ def dynamic_conv_step(
     slots = batch if state_indices is None else state.shape[0]
     why = f"(slots, P, C) with P = {(taps - 1) * dilation} for x_t {x.shape}"
     checks.shape(_NAME, "state", state, (slots, (taps - 1) * dilation, channels), why)
-    indices = sequences.slot_indices(_NAME, state_indices, batch, slots)
+    indices = sequences.slot_indices(_NAME, state_indices, batch)
     has_steps = x.ndim == 3
     operands = [x, state, weight] if has_steps else [x[:, None], state, weight[:, None]]
     if accumulation_dtype(*operands, *(() if bias is None else (bias,))) == np.float64:

@@ -53,8 +53,8 @@ cudaError_t LaunchManyEntries(cudaStream_t stream, const SoftmaxCall& call, cons
 bool CanRunFewRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchFewRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 
-// short.cu runs rows of at most 128 bytes. A warp sums whole batch entries of at most 32
-// rows each if they follow one another in memory and share their scalars.
+// short.cu runs rows of at most 128 bytes. A warp sums whole batch entries of at most 32 rows if
+// they follow one another in memory and share their scalars.
 bool SumsShortEntries(const SoftmaxCall& call);
 bool CanRunShortRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchShortRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
