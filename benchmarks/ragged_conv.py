@@ -60,7 +60,7 @@ def taps(case, weight, dtype):
 
 
 def positions(case, starts):
-    """The sequence of each token, and its position there."""
+    """The sequence that a token belongs to, and the index of the token there."""
     tokens = jnp.arange(case.shape[1], dtype=jnp.int32)
     sequence = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
     return sequence, tokens - starts[sequence]

@@ -84,7 +84,7 @@ JAXOPS_ALWAYS_INLINE void ActivateTile(Activation activation, V (&v)[kCount]) {
   for (int i = 0; i < kCount; ++i) v[i] = stored[i];
 }
 
-// The softmax of each lane over a number of vectors that follow each other.
+// NormalizeLanes replaces `count` vectors in memory by the softmax over them, lane by lane.
 template <typename A>
 JAXOPS_ALWAYS_INLINE void NormalizeLanes(int64_t count, A* values) {
   constexpr int kLane = kLanes<A>;

@@ -156,7 +156,7 @@ def test_native_without_a_platform(monkeypatch):
     """The error names the function that was called, not one that it calls."""
     monkeypatch.setattr(native, "missing_kernels", lambda platform: "there are none today.")
     state, weight = np.zeros((2, 2, 6), np.float32), np.ones((2, 9, 2, 3), np.float32)
-    steps = np.zeros((2, 9, 6), np.float32)  # so many are computed by dynamic_conv
+    steps = np.zeros((2, 9, 6), np.float32)  # more than 8 steps are computed by dynamic_conv
     calls = {
         "lightweight_conv": lambda **options: conv(X, **options),
         "dynamic_conv_step": lambda **o: jaxops.dynamic_conv_step(steps, state, weight, **o),
