@@ -67,18 +67,6 @@ struct Step {
   }
 };
 
-// PrefersKernels says whether a GPU is to run the kernels of a dynamic convolution's steps, and not
-// XLA's program. XLA has one kernel for one step of slots in their order: an H200 takes 366 µs for
-// 64 of (16, 1024) elements with 7 taps in float32, and 408 by our kernels. With 31 taps (64, 1024)
-// elements take 1284 µs, and 1000; with 15 taps 16 steps of (256, 4096) in bfloat16 1696, and 1552,
-// and with indices of 512 slots 1816, and 1567. Calls of 2 to 8 steps were not timed.
-inline bool PrefersKernels(const Step& call, bool has_indices) {
-  constexpr int64_t kManyElements = int64_t{1} << 20;
-  const int64_t elements = call.batch.size() * call.entries * call.channels;
-  return call.steps != 1 || has_indices || call.taps >= 31 ||
-         (call.taps >= 15 && elements >= kManyElements);
-}
-
 }  // namespace jaxops::lightweight_conv_step
 
 #endif  // JAXOPS_COMMON_LIGHTWEIGHT_CONV_STEP_H_

@@ -9,7 +9,6 @@
 #include "cpu/lightweight_conv_step.h"
 #endif
 #include "ffi/bind.h"
-#include "ffi/choice.h"
 #include "ffi/decode.h"
 
 namespace jaxops::ffi::lightweight_conv_step {
@@ -140,10 +139,6 @@ xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
        bias_operand, indices_operand, BatchOperand{y->dimensions(), 3, BatchOperand::kWritten},
        BatchOperand{new_state->dimensions(), 3, BatchOperand::kWritten}},
       rank));
-  if constexpr (kFilterRank == 4) {
-    JAXOPS_RETURN_IF_ERROR(
-        AnswerChoice(jaxops::lightweight_conv_step::PrefersKernels(step, indices != nullptr)));
-  }
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv_step, Step), step);
 }
 

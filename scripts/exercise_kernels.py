@@ -793,6 +793,7 @@ STEP_KINDS = (
     (1, 1, 1, None),
     (4, 1, 1, None),
     (8, 1, 3, None),
+    (40, 1, 1, None),
     (4, 1, 2, None),
     (11, 1, 2, None),
     (3, 2, 1, None),
@@ -801,6 +802,8 @@ STEP_KINDS = (
     (4, 1, 1, True),
     (3, 1, 3, False),
     (11, 1, 2, True),
+    (8, 1, 2, True),
+    (40, 1, 1, True),
     (3, 2, 1, True),
 )
 

@@ -6,6 +6,7 @@
 // another one writes.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "common/fast_divide.h"
@@ -43,9 +44,23 @@ constexpr int kMaxRegisterTaps = 8;
 // multiprocessors without work.
 constexpr int64_t kMinVectors = int64_t{1} << 14;
 
+constexpr int kWarp = 32;
+
+// Warps of a block that share the rows of an entry: so many that a warp has at most kMaxRowsOfWarp,
+// and more, down to kMinRowsOfWarp, while the grid has fewer than kGridWarps.
+constexpr int kMaxWarps = 8, kMinRowsOfWarp = 4, kMaxRowsOfWarp = 16;
+constexpr int64_t kGridWarps = 2048;
+
+// Blocks own whole vectors of channels if shared memory has the weights of all taps, or if there
+// are so many blocks.
+constexpr int64_t kMinBlocks = 256;
+
+// Shared memory has so many bytes of weights at a time.
+constexpr int64_t kWeightBytes = 16 * 1024;
+
 struct Params {
   Step call;
-  int64_t items;          // threads: batch entries, entries, vectors of channels
+  int64_t items;          // batch entries, entries, vectors of channels
   FastDivider64 vectors;  // of an entry
   FastDivider64 entries;
   FastDivider64 depth;  // channels of a head
@@ -73,6 +88,21 @@ struct Item {
   int64_t batch, slot, channel;
   int64_t x, y, state, new_state, weight, bias;  // offsets in elements
 };
+
+// Replaces the taps of a channel by their softmax.
+template <typename Acc, int kTaps, int kV>
+__device__ __forceinline__ void Softmax(Acc (&weight)[kTaps][kV]) {
+#pragma unroll
+  for (int v = 0; v < kV; ++v) {
+    Acc largest = weight[0][v], total = 0;
+#pragma unroll
+    for (int k = 1; k < kTaps; ++k) largest = max(largest, weight[k][v]);
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) total += weight[k][v] = exp(weight[k][v] - largest);
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) weight[k][v] /= total;
+  }
+}
 
 // Steps of filters without dilation and with a state of x's dtype: the last kTaps rows are in
 // registers.
@@ -104,6 +134,7 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
       for (int k = 0; k < kTaps; ++k) weight[k][v] = static_cast<Acc>(Widen(filter[k]));
     }
   });
+  if (call.normalize) Softmax(weight);
   Acc bias[kV] = {};
   if (call.bias != nullptr) {
     WithElements(call.bias, call.bias_dtype, [&](const auto* from) {
@@ -133,76 +164,170 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
   for (int r = 0; r < kReach; ++r) StoreRaw(new_state + r * call.channels, rows[r]);
 }
 
-// Rows that move at once.
-constexpr int kRowsInFlight = 8;
+struct WarpsParams {
+  Params step;            // whose items are blocks, each a tile of channels of an entry
+  FastDivider head_size;  // channels of a head, at most those of a tile
+  FastDivider chunk;      // taps whose weights are in shared memory at a time
+  int pitch;              // between the weights of taps, at least the heads of a tile
+};
 
-// Returns the sum of rows by the softmax of their taps.
-template <typename Acc, typename Tap, typename Row>
-__device__ __forceinline__ Acc NormalizedSum(int64_t taps, Tap&& tap_at, Row&& row_at) {
-  Acc largest = tap_at(0);
-#pragma unroll kRowsInFlight
-  for (int64_t k = 1; k < taps; ++k) largest = max(largest, tap_at(k));
-  Acc total = 0, sum = 0;
-#pragma unroll kRowsInFlight
-  for (int64_t k = 0; k < taps; ++k) {
-    const Acc share = exp(tap_at(k) - largest);
-    total += share;
-    sum += share * row_at(k);
+// Rows of the state that a warp moves at a time.
+constexpr int kRowsInFlight = 4;
+
+// Calls `set(head, k, weight)` with the softmax of taps [first, last) of every head, whose `taps`
+// taps begin at `filters`. Up to kWarp neighbouring threads share a head.
+template <typename Acc, typename W, typename Set>
+__device__ __forceinline__ void SoftmaxOfHeads(const W* filters, int64_t taps, int heads,
+                                               int64_t first, int64_t last, Set&& set) {
+  int lanes = kWarp;
+  while (lanes > 1 && heads * lanes > static_cast<int>(blockDim.x)) lanes /= 2;
+  const int lane = threadIdx.x % lanes;
+  for (int base = threadIdx.x / kWarp * kWarp / lanes; base < heads; base += blockDim.x / lanes) {
+    const int head = base + threadIdx.x % kWarp / lanes;
+    const W* filter = filters + min(head, heads - 1) * taps;
+    const auto tap_at = [&](int64_t k) { return static_cast<Acc>(Widen(filter[k])); };
+    Acc largest = tap_at(0), total = 0;
+    for (int64_t k = lane; k < taps; k += lanes) largest = max(largest, tap_at(k));
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    }
+    for (int64_t k = lane; k < taps; k += lanes) total += exp(tap_at(k) - largest);
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(0xffffffff, total, distance);
+    }
+    if (head >= heads) continue;
+    for (int64_t k = first + lane; k < last; k += lanes) {
+      set(head, k, exp(tap_at(k) - largest) / total);
+    }
   }
-  return sum / total;
 }
 
-// Steps of any filter: every tap is read through the cache. T is the type of x, S that of the
-// state.
-template <typename T, typename S>
-__global__ void __launch_bounds__(kThreads) StepThroughCache(const __grid_constant__ Params p) {
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (index >= p.items) return;
+// Steps of any filter: the warps of a block share the taps of kWarp vectors of channels of an
+// entry, and the rows of its state. T is the type of x, S that of the state.
+template <typename T, typename S, int kV>
+__global__ void __launch_bounds__(kWarp* kMaxWarps)
+    StepByWarps(const __grid_constant__ WarpsParams p) {
   using Acc = Accumulator<T>;
-  const Step& call = p.call;
-  const Item item(p, index, 1);
-  const T* x = static_cast<const T*>(call.x) + item.x;
-  const S* state = static_cast<const S*>(call.state) + item.state;
-  const auto row_at = [&](int64_t row) -> Acc {
-    if (row >= call.reach) return Widen(x[(row - call.reach) * call.channels]);
-    return item.slot < 0 ? Acc(0) : static_cast<Acc>(Widen(state[row * call.channels]));
-  };
-  Acc bias[1] = {};
-  if (call.bias != nullptr) {
-    WithElements(call.bias, call.bias_dtype,
-                 [&](const auto* from) { bias[0] = static_cast<Acc>(Widen(from[item.bias])); });
-  }
-  int64_t filter =
-      item.weight +
-      static_cast<int64_t>(p.depth.Quotient(static_cast<uint64_t>(item.channel))) * call.taps;
-  for (int64_t s = 0; s < call.steps; ++s, filter += call.weight_step) {
-    Acc sums[1] = {bias[0]};
-    WithElements(call.weight, call.weight_dtype, [&](const auto* weight) {
-      const auto tap_at = [&](int64_t k) { return static_cast<Acc>(Widen(weight[filter + k])); };
-      if (call.normalize) {
-        sums[0] += NormalizedSum<Acc>(call.taps, tap_at,
-                                      [&](int64_t k) { return row_at(s + k * call.dilation); });
-        return;
+  constexpr int kTile = kWarp * kV;
+  const Step& call = p.step.call;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Acc* const weights = reinterpret_cast<Acc*>(shared);  // of each tap and head
+  const auto chunk = static_cast<int>(p.chunk.divisor());
+  Acc* const partial = weights + chunk * p.pitch;  // sums of each warp
+  for (int64_t block = blockIdx.x; block < p.step.items; block += gridDim.x) {
+    const Item item(p.step, block, kTile);
+    const int width = static_cast<int>(min(int64_t{kTile}, call.channels - item.channel));
+    const bool is_channel = lane * kV < width;
+    const T* x = static_cast<const T*>(call.x) + item.x + lane * kV;
+    const S* state = static_cast<const S*>(call.state) + item.state + lane * kV;
+    // A block may write where it read the state: it reads all rows of a chunk before.
+    const int64_t reach = item.slot >= 0 ? call.reach : 0;
+    Raw<S, kV> moved[kRowsInFlight];
+    const auto load_rows = [&](int64_t first) {
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        const int64_t to = first + r * warps, row = to + call.steps;
+        if (to >= reach || !is_channel) continue;
+        if (row < call.reach) {
+          moved[r] = LoadRaw<kV>(state + row * call.channels);
+        } else if constexpr (std::is_same_v<T, S>) {
+          moved[r] = LoadRaw<kV>(x + (row - call.reach) * call.channels);
+        } else {
+          const Acc value = Widen(x[(row - call.reach) * call.channels]);
+          moved[r].words.values[0] = Narrow<S>(static_cast<Accumulator<S>>(value));
+        }
       }
-#pragma unroll kRowsInFlight
-      for (int64_t k = 0; k < call.taps; ++k) sums[0] += tap_at(k) * row_at(s + k * call.dilation);
-    });
-    Activate(sums, call.activation);
-    static_cast<T*>(call.y)[item.y + s * call.channels] = Narrow<T>(sums[0]);
-  }
-  if (item.slot < 0) return;
-  S* new_state = static_cast<S*>(call.new_state) + item.new_state;
-  // In place a row comes from a later one, so that rows which are already written are not read.
-  for (int64_t row = 0; row < call.reach; row += kRowsInFlight) {
-    Acc moved[kRowsInFlight];
+    };
+    // The rows are in flight while the weights are read, and in the cache for the sums.
+    load_rows(warp);
+    auto first_head = static_cast<uint64_t>(item.channel);
+    const auto before = static_cast<int64_t>(p.step.depth.DivMod(first_head));
+    // Channels of the tile before its second head.
+    const int of_first = static_cast<int>(
+        min(int64_t{kTile}, static_cast<int64_t>(p.step.depth.divisor()) - before));
+    const auto head_of = [&](int at) {
+      return at < of_first ? 0 : 1 + static_cast<int>(p.head_size.Quotient(at - of_first));
+    };
+    const int heads = head_of(width - 1) + 1;
+    int head[kV];
 #pragma unroll
-    for (int r = 0; r < kRowsInFlight; ++r) {
-      if (row + r < call.reach) moved[r] = row_at(row + r + call.steps);
+    for (int v = 0; v < kV; ++v) head[v] = head_of(lane * kV + v);
+    int64_t filter = item.weight + static_cast<int64_t>(first_head) * call.taps;
+    for (int64_t s = 0; s < call.steps; ++s, filter += call.weight_step) {
+      Acc sums[kV] = {};
+      for (int64_t first_tap = 0; first_tap < call.taps; first_tap += chunk) {
+        const int taps = static_cast<int>(min(int64_t{chunk}, call.taps - first_tap));
+        if (first_tap > 0) __syncthreads();
+        const auto set_weight = [&](int of_head, int64_t k, Acc weight) {
+          weights[static_cast<int>(k - first_tap) * p.pitch + of_head] = weight;
+        };
+        WithElements(call.weight, call.weight_dtype, [&](const auto* filters) {
+          filters += filter;
+          if (call.normalize) {
+            SoftmaxOfHeads<Acc>(filters, call.taps, heads, first_tap, first_tap + taps, set_weight);
+            return;
+          }
+          for (int i = threadIdx.x; i < heads * chunk; i += blockDim.x) {
+            auto of_head = static_cast<uint32_t>(i);
+            const int64_t k = first_tap + p.chunk.DivMod(of_head);
+            if (k >= call.taps) continue;
+            set_weight(static_cast<int>(of_head), k,
+                       static_cast<Acc>(Widen(filters[of_head * call.taps + k])));
+          }
+        });
+        __syncthreads();
+        if (!is_channel) continue;
+        const auto add_taps = [&](auto has_one_head) {
+          constexpr bool kHasOneHead = decltype(has_one_head)::value;
+#pragma unroll 4
+          for (int k = warp; k < taps; k += warps) {
+            const int64_t row = s + (first_tap + k) * call.dilation;
+            Acc wide[kV] = {};
+            if (row >= call.reach) {
+              WidenAll(wide, LoadRaw<kV>(x + (row - call.reach) * call.channels));
+            } else if (item.slot >= 0) {
+              WidenAll(wide, LoadRaw<kV>(state + row * call.channels));
+            }
+            const Acc* tap = weights + k * p.pitch;
+#pragma unroll
+            for (int v = 0; v < kV; ++v) sums[v] += tap[head[kHasOneHead ? 0 : v]] * wide[v];
+          }
+        };
+        if (kV == 1 || head[0] == head[kV - 1]) {
+          add_taps(std::true_type{});
+        } else {
+          add_taps(std::false_type{});
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < kV; ++v) partial[warp * kTile + lane * kV + v] = sums[v];
+      __syncthreads();
+      for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        Acc sum[1] = {};
+        if (call.bias != nullptr) {
+          WithElements(call.bias, call.bias_dtype, [&](const auto* bias) {
+            sum[0] = static_cast<Acc>(Widen(bias[item.bias + i]));
+          });
+        }
+        for (int other = 0; other < warps; ++other) sum[0] += partial[other * kTile + i];
+        Activate(sum, call.activation);
+        static_cast<T*>(call.y)[item.y + s * call.channels + i] = Narrow<T>(sum[0]);
+      }
     }
+    // All warps have read the rows to which others write.
+    __syncthreads();
+    S* new_state = static_cast<S*>(call.new_state) + item.new_state + lane * kV;
+    const int at_once = kRowsInFlight * warps;
+    for (int64_t first = 0; first < reach; first += at_once) {
+      if (first > 0) {
+        load_rows(first + warp);
+        __syncthreads();
+      }
 #pragma unroll
-    for (int r = 0; r < kRowsInFlight; ++r) {
-      if (row + r < call.reach) {
-        new_state[(row + r) * call.channels] = Narrow<S>(static_cast<Accumulator<S>>(moved[r]));
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        const int64_t to = first + warp + r * warps;
+        if (to < reach && is_channel) StoreRaw(new_state + to * call.channels, moved[r]);
       }
     }
   }
@@ -245,7 +370,7 @@ cudaError_t LaunchCopy(cudaStream_t stream, const Step& call) {
 
 Params MakeParams(const Step& call, int width) {
   Params params{call};
-  const int64_t vectors = call.channels / width;
+  const int64_t vectors = CeilDiv(call.channels, width);
   params.items = call.batch.size() * call.entries * vectors;
   params.vectors = FastDivider64(vectors);
   params.entries = FastDivider64(call.entries);
@@ -267,15 +392,45 @@ cudaError_t LaunchInRegisters(cudaStream_t stream, const Step& call) {
   return error;
 }
 
+template <typename T, typename S, int kV>
+cudaError_t LaunchByWarps(cudaStream_t stream, const Step& call) {
+  using Acc = Accumulator<T>;
+  constexpr int kTile = kWarp * kV;
+  WarpsParams params{MakeParams(call, kTile)};
+  const int64_t blocks = params.step.items, depth = call.channels / call.heads;
+  params.head_size = FastDivider(std::min<int64_t>(depth, kTile));
+  // A tile may begin and end inside of a head.
+  const int64_t heads = std::min<int64_t>({kTile, call.heads, (kTile - 2) / depth + 2});
+  params.pitch = static_cast<int>(heads | 1);
+  const int64_t chunk = std::min<int64_t>(call.taps, kWeightBytes / sizeof(Acc) / params.pitch);
+  if constexpr (kV > 1) {
+    // Single channels have fewer filters, and more blocks.
+    if (chunk < call.taps && blocks < kMinBlocks) return LaunchByWarps<T, S, 1>(stream, call);
+  }
+  params.chunk = FastDivider(chunk);
+  int warps = 1;
+  while (warps < kMaxWarps &&
+         (warps * kMaxRowsOfWarp <= call.reach ||
+          (warps * kMinRowsOfWarp <= call.reach && blocks * warps < kGridWarps))) {
+    warps *= 2;
+  }
+  const size_t bytes = (warps * kTile + chunk * params.pitch) * sizeof(Acc);
+  return Launch(StepByWarps<T, S, kV>, std::min<int64_t>(blocks, INT32_MAX), warps * kWarp, bytes,
+                stream, params);
+}
+
 template <typename T>
-cudaError_t LaunchThroughCache(cudaStream_t stream, const Step& call) {
-  const Params params = MakeParams(call, 1);
+cudaError_t LaunchByWarps(cudaStream_t stream, const Step& call) {
+  if (call.state_dtype == call.dtype) {
+    constexpr int kWide = kVectorElements<T>;
+    return call.channels % kWide == 0 ? LaunchByWarps<T, T, kWide>(stream, call)
+                                      : LaunchByWarps<T, T, 1>(stream, call);
+  }
   return DispatchFloat(call.state_dtype, [&](auto state) {
     using S = decltype(state);
-    // Such a state makes x float64 too.
-    if constexpr (sizeof(S) <= sizeof(Accumulator<T>)) {
-      return Launch(StepThroughCache<T, S>, CeilDiv(params.items, kThreads), kThreads, 0, stream,
-                    params);
+    // A state of float64 makes x float64 too.
+    if constexpr (sizeof(S) <= sizeof(Accumulator<T>) && !std::is_same_v<S, T>) {
+      return LaunchByWarps<T, S, 1>(stream, call);
     } else {
       return cudaErrorInvalidValue;
     }
@@ -293,11 +448,10 @@ cudaError_t LaunchStep(cudaStream_t stream, const Step& call) {
   if (elements == 0) return cudaSuccess;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    // Registers hold one filter, without a softmax.
-    const bool has_one_filter = !call.normalize && (call.weight_step == 0 || call.steps == 1);
+    const bool has_one_filter = call.weight_step == 0 || call.steps == 1;
     if (!has_one_filter || call.dilation != 1 || call.taps > kMaxRegisterTaps ||
         call.state_dtype != call.dtype) {
-      return LaunchThroughCache<T>(stream, call);
+      return LaunchByWarps<T>(stream, call);
     }
     constexpr int kWide = kVectorElements<T>;
     return call.channels % kWide == 0 && elements / kWide >= kMinVectors

@@ -141,7 +141,6 @@ _operator = Operator(
     },
     replicated=("steps", "rows", "taps", "entries", "cache"),
     aliases={1: 1},
-    asks_on_gpu=lambda **_: True,
 )
 
 

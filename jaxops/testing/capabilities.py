@@ -739,7 +739,7 @@ def checkpoint(spec: OperatorSpec, platform: Platform) -> None:
     _needs_gradient(spec)
     if spec.checkpoint_name is None:
         raise NotApplicable("the result has no checkpoint name")
-    if not spec.calls_on(platform.name):
+    if not (spec.calls_on(platform.name) and spec.vjp_calls_on(platform.name)):
         raise NotApplicable("no handler is called, whose calls could be counted")
     arguments = jax.device_put(spec.case(_single(spec)), platform.device)
     points = [arguments[i] for i in spec.differentiable]

@@ -14,19 +14,21 @@ using namespace jaxops::lightweight_conv_step;  // NOLINT
 
 void RunCall() {
   Step call{};
-  call.taps = Pick(1, Happens(30) ? 20 : 8);
+  // Blocks own whole vectors of channels if there are many blocks; long filters are read in parts.
+  const bool has_vectors = Happens(5), is_long = !has_vectors && Happens(5);
+  call.taps = is_long ? Pick(500, 700) : Pick(1, Happens(30) ? 40 : 8);
   call.dilation = Happens(70) ? 1 : Pick(1, 4);
   call.reach = (call.taps - 1) * call.dilation;
   call.heads = Pick(1, 4);
   call.channels = call.heads * (Happens(50) ? 8 * Pick(1, 3) : Pick(0, 9));
-  call.entries = Pick(0, 4);
-  call.steps = Pick(0, 5);
+  call.entries = has_vectors ? 256 : Pick(0, 4);
+  call.steps = Pick(0, has_vectors ? 2 : 5);
   const bool is_dynamic = Happens(50);
   call.normalize = is_dynamic && Happens(60);
   call.weight_step = is_dynamic ? call.heads * call.taps : 0;
   call.weight_entry = call.steps * call.weight_step;
   const bool has_indices = Happens(60), in_place = Happens(50);
-  call.slots = has_indices ? Pick(1, 6) : call.entries;
+  call.slots = has_indices ? Pick(1, has_vectors ? 300 : 6) : call.entries;
   call.dtype = PickFloat();
   call.state_dtype = Happens(60) ? call.dtype : PickFloatFor(call.dtype);
   call.weight_dtype = PickFloatFor(call.dtype);

@@ -164,7 +164,7 @@ def make_spec(
         arguments=arrays,
         large=functools.partial(arrays, batch=_BATCH, channels=_CHANNELS, heads=large_heads),
         differentiable=(0, 1, 2),
-        calls=unless_xla_is_faster({"jaxops_dynamic_conv_step": 1}),
+        calls={"jaxops_dynamic_conv_step": 1},
         # The second is of the steps of the state.
         vjp_calls=unless_xla_is_faster(
             {"jaxops_dynamic_conv": 1, "jaxops_dynamic_conv_backward": 2}
