@@ -1415,6 +1415,11 @@ EXERCISES = {
         exercise_packed,
         tuple(itertools.product(DTYPES, LAYOUTS, SIZES)),
     ),
+    # Enough steps for tensor cores and a kernel of those that read states of segments.
+    "lightweight_conv_state_steps": (
+        exercise_packed,
+        tuple(itertools.product(DTYPES[:3], ("NTC",), ((490, 48, (3,)),))),
+    ),
     "lightweight_conv_long_ranges": (exercise_long_ranges, LONG_RANGES),
     "segment_starts": (
         exercise_segment_starts,

@@ -25,6 +25,7 @@ SOURCES = {
         "lightweight_conv/nct/causal.cu",
         "lightweight_conv/ntc/short.cu",
         "lightweight_conv/ntc/window.cu",
+        "lightweight_conv/packed.cu",
         "lightweight_conv/partial_sums.cu",
         "segment_starts/dispatch.cu",
     ],

@@ -272,17 +272,29 @@ const Table<Forward> kForward("lightweight_conv", "forward", kForwardFamilies);
 // family for the whole does not force one here.
 const Table<Forward> kPart("lightweight_conv_part", "forward", kForwardFamilies);
 
-// A state of each sequence reaches only its first steps. The kernels of calls without states
-// compute all steps, and those of any filter the first ones again.
+Forward WithoutState(Forward call) {
+  call.state = nullptr;
+  call.slots = nullptr;
+  return call;
+}
+
+// A state reaches only the first steps of its sequence or segment. The kernels of calls without
+// states compute all steps, and others the first ones again.
 bool CanRunHeads(const Forward& call, const Device& device) {
-  return call.state != nullptr && call.slots == nullptr && CanRunPacked(call, device);
+  if (call.slots != nullptr) return CanRunStateSteps(call);
+  return call.state != nullptr && CanRunPacked(call, device);
 }
 
 // Kernels of short filters read states on their way, but for NCT that nct/causal cannot run.
 // Without segments others were up to 15 % faster, before ntc/window ran 16-bit calls with states:
-// that is worth a second launch if x is large.
+// that is worth a second launch if x is large. Segments with states of their own are worth it if
+// tensor cores compute the others, unless few steps can be long segments.
 bool PrefersHeads(const Forward& call, const Device& device) {
   const Geometry& g = call.geometry;
+  if (call.slots != nullptr) {
+    const Forward stateless = WithoutState(call);
+    return g.time >= 16 * g.padding && PrefersMma(stateless, device) && CanRunMma(stateless, device);
+  }
   const int64_t bytes = CountBytes(g, call.dtype, call.batch.size());
   const bool reads_state =
       ntc::CanRunShortOfSegments(call, device) || nct::CanRunCausalOfSegments(call, device);
@@ -316,10 +328,10 @@ const Table<Forward> kPackedForward("lightweight_conv_packed", "forward", kPacke
 const Table<Forward> kPackedPart("lightweight_conv_packed_part", "forward", kPackedForwardFamilies);
 
 cudaError_t LaunchHeads(cudaStream_t stream, const Forward& call, const Device&) {
-  Forward stateless = call;
-  stateless.state = nullptr;
+  const Forward stateless = WithoutState(call);
   const cudaError_t error = (IsPacked(stateless) ? kPackedPart : kPart).Run(stream, stateless);
-  return error != cudaSuccess ? error : LaunchPackedHeads(stream, call);
+  if (error != cudaSuccess) return error;
+  return call.slots == nullptr ? LaunchPackedHeads(stream, call) : LaunchStateSteps(stream, call);
 }
 
 // CanMergeRows says whether the batch entries of an operand follow each other in memory.

@@ -103,6 +103,136 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
   y[t * advance] = Narrow<T>(sums[0]);
 }
 
+// --- steps that read states of segments ----------------------------------------------------------
+
+// A block has kWindow steps of kWarp vectors of channels, a warp kSteps of these.
+constexpr int kSteps = 4;
+constexpr int kWindow = kSteps * kNtcWarps;
+static_assert(kWindow == kWarp);  // a lane of each warp finds what a step reads
+
+// A thread has a vector of kStateVector channels, and loads kRowsInFlight rows at a time.
+constexpr int kStateVector = 4, kRowsInFlight = 8;
+
+struct StateStepsParams {
+  Forward call;
+  int time, channels, taps;
+  FastDivider channel_blocks, windows;
+  FastDivider depth;  // channels of a head
+  FastDivider tap_divider;
+};
+
+// Computes the steps whose taps read the state of their segment in a causal call without dilation.
+// Neighbours of one segment share the rows that they read.
+template <typename T>
+__global__ void __launch_bounds__(kNtcThreads)
+    PackedStateSteps(const __grid_constant__ StateStepsParams p) {
+  using Acc = Accumulator<T>;
+  constexpr int kV = kStateVector;
+  const Forward& call = p.call;
+  const int lane = threadIdx.x % kWarp, first_of_warp = threadIdx.x / kWarp * kSteps;
+  uint32_t block = blockIdx.x;
+  const int channel = (p.channel_blocks.DivMod(block) * kWarp + lane) * kV;
+  const int window = p.windows.DivMod(block) * kWindow;
+  const int64_t batch = block;
+  const int reach = p.taps - 1;
+  const int32_t* slots = call.slots + call.batch.Offset(batch, Forward::kSlots);
+  int start = 0;
+  bool reads_state = false;
+  if (window + lane < p.time) {
+    start = call.starts[call.batch.Offset(batch, Forward::kStarts) + window + lane];
+    reads_state = window + lane - start < reach;
+  }
+  const uint32_t steps = __ballot_sync(0xffffffff, reads_state);
+  if (steps == 0) return;
+
+  // The filters of the block's channels, in the order of rows.
+  extern __shared__ __align__(16) unsigned char shared[];
+  Acc* const filters = reinterpret_cast<Acc*>(shared);
+  const int first_channel = channel - lane * kV;
+  const int last_channel = min(first_channel + kWarp * kV, p.channels) - 1;
+  const int first_head = static_cast<int>(p.depth.Quotient(first_channel));
+  const int heads = static_cast<int>(p.depth.Quotient(last_channel)) - first_head + 1;
+  WithElements(call.weight, call.weight_dtype, [&](const auto* weights) {
+    weights += call.batch.Offset(batch, Forward::kWeight) + int64_t{first_head} * p.taps;
+    for (int i = threadIdx.x; i < heads * p.taps; i += kNtcThreads) {
+      uint32_t head = i;
+      const int k = static_cast<int>(p.tap_divider.DivMod(head));
+      filters[static_cast<int>(head) * p.taps + (call.flip_taps ? reach - k : k)] =
+          static_cast<Acc>(Widen(weights[i]));
+    }
+  });
+  __syncthreads();
+  const Acc* const filter =
+      filters + (static_cast<int>(p.depth.Quotient(channel)) - first_head) * p.taps;
+  const T* x = static_cast<const T*>(call.x) + call.batch.Offset(batch, Forward::kX) + channel;
+  T* y = static_cast<T*>(call.y) + call.batch.Offset(batch, Forward::kY) + channel;
+  uint32_t left = steps >> first_of_warp & ((1u << kSteps) - 1);
+  while (left != 0) {
+    // The next steps of one segment.
+    const int next = __ffs(left) - 1;
+    const int begin = __shfl_sync(0xffffffff, start, first_of_warp + next);
+    int count = 0;
+    while (left >> (next + count) & 1 &&
+           __shfl_sync(0xffffffff, start, first_of_warp + next + count) == begin) {
+      left ^= 1u << (next + count);
+      ++count;
+    }
+    const int t = window + first_of_warp + next;
+    const int slot = slots[t];
+    // Without a state, another kernel has computed them.
+    if (slot < 0 || slot >= call.num_slots || channel >= p.channels) continue;
+
+    Acc sums[kSteps][kV] = {};
+    if (call.bias != nullptr) {
+      WithElements(call.bias, call.bias_dtype, [&](const auto* bias) {
+        bias += call.batch.Offset(batch, Forward::kBias) + channel;
+#pragma unroll
+        for (int v = 0; v < kV; ++v) sums[0][v] = static_cast<Acc>(Widen(bias[v]));
+      });
+#pragma unroll
+      for (int i = 1; i < kSteps; ++i) {
+#pragma unroll
+        for (int v = 0; v < kV; ++v) sums[i][v] = sums[0][v];
+      }
+    }
+    // Row j is the one that the first tap of step t + j reads.
+    const auto add_row = [&](int j, const auto& raw) {
+      Acc row[kV];
+      WidenAll(row, raw);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        // A tap that does not exist must not meet a row that is not finite.
+        if (j < i || j > reach + i) continue;
+        const Acc tap = filter[j - i];
+#pragma unroll
+        for (int v = 0; v < kV; ++v) sums[i][v] += tap * row[v];
+      }
+    };
+    const int rows = reach + count;
+    const int before = min(begin - (t - reach), rows);  // of the state
+    WithElements(call.state, call.state_dtype, [&](const auto* state) {
+      state += call.batch.Offset(batch, Forward::kState) +
+               (int64_t{slot} * reach + t - begin) * p.channels + channel;
+#pragma unroll kRowsInFlight
+      for (int j = 0; j < before; ++j) add_row(j, LoadRaw<kV>(state + int64_t{j} * p.channels));
+    });
+    // A segment may begin before step 0.
+#pragma unroll kRowsInFlight
+    for (int j = max(before, reach - t); j < rows; ++j) {
+      add_row(j, LoadRaw<kV>(x + int64_t{t - reach + j} * p.channels));
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (i >= count) continue;
+      Activate(sums[i], call.activation);
+      Vector<T, kV> out;
+#pragma unroll
+      for (int v = 0; v < kV; ++v) out.values[v] = Narrow<T>(sums[i][v]);
+      StoreVector(y + int64_t{t + i} * p.channels, out);
+    }
+  }
+}
+
 // --- kernel gradient -----------------------------------------------------------------------------
 
 // A block has this number of taps, and a thread this number of steps of an item.
@@ -174,6 +304,12 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
   }
 }
 
+// The heads that a block of PackedStateSteps may have; it may begin and end inside of one.
+int64_t StateHeads(const Geometry& g) {
+  const int64_t depth = g.channels / g.heads;
+  return std::min(g.heads, (kWarp * kStateVector - 2) / depth + 2);
+}
+
 BackwardPlan MakePlan(const Gradients& gradients) {
   const Geometry& g = gradients.call.geometry;
   const ShortNtcTile tile(ForwardPlan::Fastest(g, g.time), 1);
@@ -219,7 +355,37 @@ cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&
 }
 
 cudaError_t LaunchPackedHeads(cudaStream_t stream, const Forward& call) {
-  return LaunchSteps(stream, call, std::min(call.geometry.time, call.geometry.padding));
+  const int64_t steps = std::min(call.geometry.time, call.geometry.padding);
+  return steps == 0 ? cudaSuccess : LaunchSteps(stream, call, steps);
+}
+
+bool CanRunStateSteps(const Forward& call) {
+  const Geometry& g = call.geometry;
+  const size_t accumulator = call.dtype == DType::kF64 ? sizeof(double) : sizeof(float);
+  return call.slots != nullptr && g.dilation == 1 && g.padding == g.taps - 1 &&
+         g.channels / g.heads % kStateVector == 0 &&
+         StateHeads(g) * g.taps * accumulator <= jaxops::cuda::kSharedOptInLimit &&
+         call.batch.size() * CeilDiv(g.channels, kWarp * kStateVector) * CeilDiv(g.time, kWindow) <=
+             kMaxBlocks;
+}
+
+cudaError_t LaunchStateSteps(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  const int64_t channel_blocks = CeilDiv(g.channels, kWarp * kStateVector);
+  const int64_t windows = CeilDiv(g.time, kWindow);
+  const StateStepsParams params{.call = call,
+                                .time = static_cast<int>(g.time),
+                                .channels = static_cast<int>(g.channels),
+                                .taps = static_cast<int>(g.taps),
+                                .channel_blocks = FastDivider(channel_blocks),
+                                .windows = FastDivider(windows),
+                                .depth = FastDivider(g.channels / g.heads),
+                                .tap_divider = FastDivider(g.taps)};
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    return Launch(PackedStateSteps<T>, call.batch.size() * channel_blocks * windows, kNtcThreads,
+                  StateHeads(g) * g.taps * sizeof(Accumulator<T>), stream, params);
+  });
 }
 
 cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device&) {

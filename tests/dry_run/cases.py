@@ -351,6 +351,7 @@ CASES = (
     _packed("NCT, 4 taps", (1, 2048, 16384), (2048, 4), FLOATS, data_format="NCT"),
     _packed("NCT, 7 taps of rows of 999", (4, 96, 999), (96, 7), data_format="NCT"),
     _ragged("4 taps", (4096, 1024), (1024, 4), 64, 256, FLOATS),
+    _ragged("31 taps", (4096, 1024), (16, 31), 16, 64),
     _dynamic("NTC, 7 taps", (8, 512, 1024), 16, 7, FLOATS),
     _dynamic("NTC, 31 taps, softmax", (8, 512, 1024), 16, 31, normalize=True),
     _dynamic("NTC, 3 taps, softmax", (2, 70, 64), 4, 3, normalize=True),

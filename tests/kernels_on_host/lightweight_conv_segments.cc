@@ -49,7 +49,7 @@ int64_t Place(const Geometry& g, int64_t time, int64_t t, int64_t c) {
 
 Geometry MakeGeometry(DType dtype, const Batch& batch) {
   Geometry g{};
-  g.taps = Pick(1, 8);
+  g.taps = Happens(92) ? Pick(1, 8) : Pick(9, 40);  // only packed.cu has more than 8
   g.dilation = Happens(75) ? 1 : Pick(2, 4);
   const int64_t reach = (g.taps - 1) * g.dilation;
   g.padding = Happens(70) ? reach : Pick(0, reach);
@@ -140,7 +140,7 @@ void RunForwardCall() {
   call.dtype = PickFloat();
   const Geometry g = call.geometry = MakeGeometry(call.dtype, batch);
   const bool is_ntc = g.data_format == jaxops::DataFormat::kNTC;
-  const bool has_slots = is_ntc && Happens(30);
+  const bool has_slots = is_ntc && Happens(45);
   const bool has_state = has_slots || Happens(60);
   const bool has_starts = has_slots || !has_state || Happens(75);
   call.weight_dtype = PickFloatFor(call.dtype);
@@ -174,7 +174,7 @@ void RunForwardCall() {
   if (has_starts) {
     starts = MakeStarts(batch.Count(starts_own), g.time, [&] {
       // The steps before the first segment are those of its slot.
-      if (has_slots) return int64_t{0};
+      if (has_slots) return Happens(70) ? 0 : -Pick(0, g.padding + 2);
       return Happens(70) ? (has_state ? -g.padding : 0) : -Pick(0, g.padding + 2);
     });
   }
@@ -240,6 +240,18 @@ void RunForwardCall() {
       Launch{families::ntc::LaunchShortOfSegments});
   run("nct/causal", CanRun{families::nct::CanRunCausalOfSegments},
       Launch{families::nct::LaunchCausalOfSegments});
+  run("packed", CanRun{families::CanRunPacked}, Launch{families::LaunchPacked});
+  if (!has_state || (has_slots && !families::CanRunStateSteps(call))) return;
+  run(has_slots ? "steps of slots" : "steps of states", CanRun{families::CanRunPacked},
+      [](cudaStream_t stream, const Forward& whole, const families::Device& device) {
+        Forward stateless = whole;
+        stateless.state = nullptr;
+        stateless.slots = nullptr;
+        const cudaError_t error = families::LaunchPacked(stream, stateless, device);
+        if (error != cudaSuccess) return error;
+        return whole.slots == nullptr ? families::LaunchPackedHeads(stream, whole)
+                                      : families::LaunchStateSteps(stream, whole);
+      });
 }
 
 // --- backward ------------------------------------------------------------------------------------
@@ -321,6 +333,9 @@ void RunBackwardCall() {
       Launch{families::ntc::LaunchShortOfSegments});
   run("nct/causal", CanRun{families::nct::CanRunCausalOfSegments},
       Launch{families::nct::LaunchCausalOfSegments});
+  if (!wants_dx) {
+    run("packed", CanRun{families::CanRunPacked}, Launch{families::LaunchPacked});
+  }
 }
 
 // --- starts --------------------------------------------------------------------------------------
@@ -363,7 +378,7 @@ void RunStartsCall(int64_t time) {
 }  // namespace
 
 int main() {
-  for (int i = 0; i < 600; ++i) RunForwardCall();
+  for (int i = 0; i < 500; ++i) RunForwardCall();
   for (int i = 0; i < 400; ++i) RunBackwardCall();
   for (int i = 0; i < 60; ++i) RunStartsCall(Pick(1, 300));
   for (const int64_t time : {2047, 2048, 2049, 4100, 8192, 8193, 8200, 20000, 20481}) {
@@ -373,7 +388,8 @@ int main() {
   constexpr int kLeastCalls = 20;
   bool are_enough = true;
   for (const char* family : {"ntc/window", "ntc/short", "ntc/short of slots", "ntc/short gradients",
-                             "nct/causal", "nct/causal gradients", "segment_starts"}) {
+                             "nct/causal", "nct/causal gradients", "packed", "packed gradients",
+                             "steps of states", "steps of slots", "segment_starts"}) {
     std::fprintf(stderr, "%s: %d calls\n", family, calls[family]);
     are_enough = are_enough && calls[family] >= kLeastCalls;
   }
