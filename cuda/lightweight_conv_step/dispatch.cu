@@ -47,15 +47,18 @@ constexpr int64_t kMinVectors = int64_t{1} << 14;
 constexpr int kWarp = 32;
 
 // Warps of a block that share the rows of an entry: so many that a warp has at most kMaxRowsOfWarp,
-// and more, down to kMinRowsOfWarp, while the grid has fewer than kGridWarps.
+// and more, down to kMinRowsOfWarp, while the grid has fewer than kGridWarps. With 1, 2, 4 and 8
+// warps 256 blocks of (64,1024) bf16 with 31 taps take 15.0, 8.8, 5.9 and 5.2 us on an H200, and
+// 4096 blocks of (256,4096) with 15 taps 26.1, 26.4, 30.8 and 51.1.
 constexpr int kMaxWarps = 8, kMinRowsOfWarp = 4, kMaxRowsOfWarp = 16;
 constexpr int64_t kGridWarps = 2048;
 
 // Blocks own whole vectors of channels if shared memory has the weights of all taps, or if there
-// are so many blocks.
+// are so many blocks: 16 of (4,1024) bf16 with 1023 taps a channel take 328 us, single channels
+// 101.
 constexpr int64_t kMinBlocks = 256;
 
-// Shared memory has so many bytes of weights at a time.
+// Shared memory has so many bytes of weights at a time: less than an eighth of a multiprocessor's.
 constexpr int64_t kWeightBytes = 16 * 1024;
 
 struct Params {
