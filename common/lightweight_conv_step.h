@@ -6,9 +6,9 @@
 //
 // where rows[b] has the `reach` rows of the state's slot of entry b and then the rows of x[b]. The
 // last `reach` of these are the new state of the slot. In a dynamic convolution every step of an
-// entry has a weight of its own, of which the softmax over the taps is taken if `normalize`. Each
-// thread of a kernel reads what it needs of the state before it writes there, because both states
-// may be the same memory.
+// entry has a weight of its own, of which the softmax over the taps is taken if `normalize`.
+// Kernels read the rows of a state that they need before they write there, because both states may
+// be the same memory.
 #ifndef JAXOPS_COMMON_LIGHTWEIGHT_CONV_STEP_H_
 #define JAXOPS_COMMON_LIGHTWEIGHT_CONV_STEP_H_
 

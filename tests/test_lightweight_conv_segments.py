@@ -638,6 +638,14 @@ def test_ragged(platform, lengths, taps, dilation, with_states):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("starts", [[5, 8], [6, 2, 9, -3], [10**6, 2 * 10**6], [-7, 3], [8, 8]])
+def test_any_starts_are_within_arrays(starts):
+    """Kernels read rows of a state at the distance from a token's start."""
+    first, _ = sequences.ragged_starts(jnp.array(starts), 8)
+    assert (first >= 0).all()
+    assert (first <= np.arange(8)).all()
+
+
 def test_ragged_cache(platform):
     rng = np.random.default_rng(6)
     starts = np.asarray([0, 4, 5, 5, 12])

@@ -59,8 +59,8 @@ cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&
 cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
 // LaunchPackedHeads computes only the first steps of each sequence, whose taps read its state.
 cudaError_t LaunchPackedHeads(cudaStream_t stream, const Forward& call);
-// LaunchStateSteps computes only those steps of segments with states of their own, in causal calls
-// without dilation and heads of multiples of four channels.
+// LaunchStateSteps computes only the steps that read the state of their segment. It runs causal
+// calls without dilation whose heads have a multiple of four channels.
 bool CanRunStateSteps(const Forward& call);
 cudaError_t LaunchStateSteps(cudaStream_t stream, const Forward& call);
 

@@ -1,5 +1,6 @@
 // These kernels compute lightweight convolution with segments and states for all filters: every tap
-// is read through the cache.
+// is read through the cache. PackedStateSteps computes only the steps that read states of segments,
+// with filters in shared memory.
 //
 // The fastest varying dimension of an array, channels (NTC) or time (NCT), belongs to neighbouring
 // threads. Taps are added to the bias in ascending order, as by all kernels of up to 8 taps, so
@@ -122,7 +123,8 @@ struct StateStepsParams {
 };
 
 // Computes the steps whose taps read the state of their segment in a causal call without dilation.
-// Neighbours of one segment share the rows that they read.
+// Neighbouring steps of a segment are computed together, so that a row is read once for all of
+// them.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads)
     PackedStateSteps(const __grid_constant__ StateStepsParams p) {
@@ -179,7 +181,7 @@ __global__ void __launch_bounds__(kNtcThreads)
     }
     const int t = window + first_of_warp + next;
     const int slot = slots[t];
-    // Without a state, another kernel has computed them.
+    // Steps without a state are complete: the kernel before has computed them.
     if (slot < 0 || slot >= call.num_slots || channel >= p.channels) continue;
 
     Acc sums[kSteps][kV] = {};

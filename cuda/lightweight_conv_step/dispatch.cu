@@ -1,9 +1,9 @@
 // The kernels of the steps of lightweight and of dynamic convolution.
 //
 // A step moves a few rows an entry and computes next to nothing: the latency from the launch to the
-// last store bounds it. A thread owns a vector of channels of an entry. It reads the rows of the
-// state before it writes any, so that both states may be the same memory, and no thread reads what
-// another one writes.
+// last store bounds it. A thread owns a vector of channels of an entry, or a block owns kWarp of
+// them. The owner reads the rows that its results need before it writes there, so that both states
+// may be the same memory, and no owner reads what another one writes.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -49,7 +49,8 @@ constexpr int kWarp = 32;
 // Warps of a block that share the rows of an entry: so many that a warp has at most kMaxRowsOfWarp,
 // and more, down to kMinRowsOfWarp, while the grid has fewer than kGridWarps. With 1, 2, 4 and 8
 // warps 256 blocks of (64,1024) bf16 with 31 taps take 15.0, 8.8, 5.9 and 5.2 us on an H200, and
-// 4096 blocks of (256,4096) with 15 taps 26.1, 26.4, 30.8 and 51.1.
+// 4096 blocks of (256,4096) with 15 taps 26.1, 26.4, 30.8 and 51.1, by an earlier form of the
+// kernel.
 constexpr int kMaxWarps = 8, kMinRowsOfWarp = 4, kMaxRowsOfWarp = 16;
 constexpr int64_t kGridWarps = 2048;
 
@@ -58,18 +59,18 @@ constexpr int64_t kGridWarps = 2048;
 // 101.
 constexpr int64_t kMinBlocks = 256;
 
-// Shared memory has so many bytes of weights at a time: less than an eighth of a multiprocessor's.
+// Shared memory has at most this number of bytes of weights at a time.
 constexpr int64_t kWeightBytes = 16 * 1024;
 
 struct Params {
   Step call;
-  int64_t items;          // batch entries, entries, vectors of channels
+  int64_t items;          // batch entries, entries, vectors or tiles of channels
   FastDivider64 vectors;  // of an entry
   FastDivider64 entries;
   FastDivider64 depth;  // channels of a head
 };
 
-// The part of a call that a thread owns. A slot below 0 is none.
+// The part of a call that a thread or a block owns. A slot below 0 is none.
 struct Item {
   __device__ __forceinline__ Item(const Params& p, int64_t index, int width) {
     auto rest = static_cast<uint64_t>(index);
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
 }
 
 struct WarpsParams {
-  Params step;            // whose items are blocks, each a tile of channels of an entry
+  Params step;            // its items are blocks: tiles of channels of an entry
   FastDivider head_size;  // channels of a head, at most those of a tile
   FastDivider chunk;      // taps whose weights are in shared memory at a time
   int pitch;              // between the weights of taps, at least the heads of a tile
@@ -215,16 +216,16 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   const Step& call = p.step.call;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   extern __shared__ __align__(16) unsigned char shared[];
-  Acc* const weights = reinterpret_cast<Acc*>(shared);  // of each tap and head
+  Acc* const weights = reinterpret_cast<Acc*>(shared);  // by tap and head
   const auto chunk = static_cast<int>(p.chunk.divisor());
-  Acc* const partial = weights + chunk * p.pitch;  // sums of each warp
+  Acc* const partial = weights + chunk * p.pitch;  // sums by warp
   for (int64_t block = blockIdx.x; block < p.step.items; block += gridDim.x) {
     const Item item(p.step, block, kTile);
     const int width = static_cast<int>(min(int64_t{kTile}, call.channels - item.channel));
     const bool is_channel = lane * kV < width;
     const T* x = static_cast<const T*>(call.x) + item.x + lane * kV;
     const S* state = static_cast<const S*>(call.state) + item.state + lane * kV;
-    // A block may write where it read the state: it reads all rows of a chunk before.
+    // Both states may be the same memory: all warps load their next rows before one of them stores.
     const int64_t reach = item.slot >= 0 ? call.reach : 0;
     Raw<S, kV> moved[kRowsInFlight];
     const auto load_rows = [&](int64_t first) {

@@ -349,7 +349,8 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     """For each token the first one of its sequence, and the number of its sequence, int32.
 
     `starts` (S + 1,) has the first token of each sequence and the end of the last. Tokens past that
-    end are a sequence of their own, which has the number S.
+    end are a sequence of their own, which has the number S. Tokens before all starts begin with token
+    0, as do those whose start would be after them, which is so of starts in another order.
     """
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
@@ -361,7 +362,9 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     method = "compare_all" if is_short else "scan_unrolled"
     number = jnp.searchsorted(starts, steps, side="right", method=method)
     number = number.astype(jnp.int32) - 1
-    return jnp.take(starts, number, mode="clip"), number
+    first = jnp.take(starts, number, mode="clip")
+    # Kernels find rows of states by the distance from the first token.
+    return jnp.where((first >= 0) & (first <= steps), first, 0), number
 
 
 def final_state(

@@ -28,8 +28,7 @@ from jaxops.reference.lightweight_conv_step import gather, scatter
 
 _NAME = "dynamic_conv_step"
 
-# A thread of the kernel computes all steps of a channel, one after the other. More of them are
-# computed as a sequence.
+# Kernels compute the steps one after the other. More of them are computed as a sequence.
 _MAX_STEPS = 8
 
 

@@ -15,12 +15,16 @@ using namespace jaxops::lightweight_conv_step;  // NOLINT
 void RunCall() {
   Step call{};
   // Blocks own whole vectors of channels if there are many blocks; long filters are read in parts.
-  const bool has_vectors = Happens(5), is_long = !has_vectors && Happens(5);
-  call.taps = is_long ? Pick(500, 700) : Pick(1, Happens(30) ? 40 : 8);
+  const bool has_vectors = Happens(3), is_long = !has_vectors && Happens(3);
+  const bool has_many_filters = has_vectors && Happens(50);
+  call.taps = is_long            ? Pick(900, 1500)
+              : has_many_filters ? Pick(9, 40)
+                                 : Pick(1, Happens(30) ? 40 : 8);
   call.dilation = Happens(70) ? 1 : Pick(1, 4);
   call.reach = (call.taps - 1) * call.dilation;
   call.heads = Pick(1, 4);
   call.channels = call.heads * (Happens(50) ? 8 * Pick(1, 3) : Pick(0, 9));
+  if (has_many_filters) call.heads = call.channels = 8 * Pick(10, 34);
   call.entries = has_vectors ? 256 : Pick(0, 4);
   call.steps = Pick(0, has_vectors ? 2 : 5);
   const bool is_dynamic = Happens(50);
