@@ -349,8 +349,8 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     """For each token the first one of its sequence, and the number of its sequence, int32.
 
     `starts` (S + 1,) has the first token of each sequence and the end of the last. Tokens past that
-    end are a sequence of their own, which has the number S. Tokens before all starts begin with token
-    0, as do those whose start would be after them, which is so of starts in another order.
+    end are a sequence of their own, which has the number S. Tokens before all starts begin with
+    token 0. So do those whose start would be after them, because starts are in another order.
     """
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
