@@ -270,6 +270,16 @@ def _abstract(function, **options):
         return str(error)
 
 
+def test_masked_arrays_are_refused():
+    """JAX has no masks: what is masked would count."""
+    labels = np.ma.array([0, 1], mask=[True, False])
+    with pytest.raises(TypeError, match=r"labels must be an array .*, got MaskedArray"):
+        jaxops.softmax_focal_loss(np.ones((2, 4), np.float32), labels)
+    bias = np.ma.array(np.ones(4, np.float32))
+    with pytest.raises(TypeError, match=r"bias must be an array .*, got MaskedArray"):
+        jaxops.lightweight_conv(np.ones((3, 4), np.float32), np.ones((2, 3), "float32"), bias=bias)
+
+
 @pytest.mark.parametrize("function", CALLS)
 def test_names_in_any_case(function):
     for argument, names in NAMES.items():

@@ -122,6 +122,20 @@ def test_the_kernels_are_ours(layer):
     assert re.search(r"@jaxops_(conv|conv_input_grad|im2col|col2im)\(", text)
 
 
+def test_empty_images():
+    """A bias alone, as Flax has it."""
+    x = np.ones((2, 0, 4), np.float32)
+    fields = {
+        "features": 3,
+        "kernel_size": (5,),
+        "strides": (2,),
+        "bias_init": jax.nn.initializers.ones,
+    }
+    want, _ = linen.ConvTranspose(**fields).init_with_output(jax.random.key(0), x)
+    got, _ = jaxops_linen.ConvTranspose(**fields).init_with_output(jax.random.key(0), x)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_errors():
     layer = jaxops_linen.ConvTranspose(6, (3,), mask=np.ones((3, 6, 4)))
     with pytest.raises(ValueError, match=r"ConvTranspose: mask must have shape \(3, 4, 6\)"):

@@ -646,6 +646,62 @@ def test_any_starts_are_within_arrays(starts):
     assert (first <= np.arange(8)).all()
 
 
+def test_wide_indices_of_ragged_calls_are_no_slots():
+    x, weight, cache = (
+        np.ones((6, 8), np.float32),
+        np.ones((2, 3), np.float32),
+        np.ones((4, 2, 8), "float32"),
+    )
+    starts = np.array([0, 3, 6])
+
+    def with_cache(indices):
+        return jaxops.ragged_conv(
+            x,
+            weight,
+            starts,
+            initial_state=cache,
+            state_indices=indices,
+            return_final_state=True,
+        )
+
+    want = with_cache(np.array([-1, 2]))
+    for index in (2**32 + 1, 1 - 2**32, 2**31):
+        for got in (
+            with_cache(np.array([index, 2], np.int64)),
+            jax.jit(with_cache)(jnp.array([index, 2], jnp.int64)),
+        ):
+            np.testing.assert_array_equal(got[0], want[0])
+            np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_the_number_of_sequences_may_be_symbolic():
+    tokens, sequences = jax.export.symbolic_shape("n, s")
+    arguments = (
+        jax.ShapeDtypeStruct((tokens, 8), np.float32),
+        jax.ShapeDtypeStruct((sequences + 1,), np.int32),
+    )
+    function = functools.partial(jaxops.ragged_conv, weight=np.ones((2, 3), np.float32))
+    convolve = jax.jit(lambda x, starts: function(x, starts=starts))
+    exported = jax.export.export(
+        convolve, platforms=("cpu",), disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS
+    )(*arguments)
+    x = np.arange(56, dtype=np.float32).reshape(7, 8)
+    if jax.default_backend() == "cpu":
+        for starts in ([0, 7], [0, 3, 3, 7]):
+            starts = np.int32(starts)
+            np.testing.assert_array_equal(exported.call(x, starts), convolve(x, starts))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_wide_segment_ids_keep_segments_apart(x64):
+    ids = np.array([[0, 0, 2**32, 2**32, 1, 1]])
+    x, weight = np.ones((1, 6, 8), np.float32), np.ones((2, 3), np.float32)
+    with jax.enable_x64(x64):
+        got = jaxops.lightweight_conv(x, weight, segment_ids=ids)
+        want = jaxops.lightweight_conv(x, weight, segment_ids=np.int32(ids % 7))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_ragged_cache(platform):
     rng = np.random.default_rng(6)
     starts = np.asarray([0, 4, 5, 5, 12])

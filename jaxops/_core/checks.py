@@ -101,7 +101,8 @@ def as_array(function: str, argument: str, value: Any) -> jax.Array:
 
 
 def _check_kind(function, argument, value, shape):
-    if not (is_array(value) or isinstance(value, (np.generic, float, int, list, tuple))):
+    is_value = is_array(value) or isinstance(value, (np.generic, float, int, list, tuple))
+    if not is_value or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{function}: {argument} must be an array of shape {shape}, got {type(value).__name__}"
         )

@@ -112,16 +112,30 @@ def integer_array(
     return array
 
 
-def slot_indices(function: str, indices: Any, entries: int) -> jax.Array | np.ndarray | None:
-    """The slots of entries of x_t as int32 or int64, None for None. Any negative one is none."""
+def segment_ids_array(function: str, value: Any, expected: Sequence[int], why: str) -> jax.Array:
+    """Segment ids as an integer array: neighbours that are equal are so there, and no others."""
+    ids = checks.array(function, "segment_ids", value, why)
+    is_wide = isinstance(ids, np.ndarray) and ids.ndim > 0 and ids.dtype.kind in "iu"
+    if is_wide and ids.dtype.itemsize == 8 and not compat.setting("jax_enable_x64"):
+        # JAX would cut off the upper halves.
+        differ = ids[..., 1:] != ids[..., :-1]
+        ids = np.zeros(ids.shape, np.int32)
+        ids[..., 1:] = differ.cumsum(axis=-1)
+    return integer_array(function, "segment_ids", ids, expected, why)
+
+
+def slot_indices(
+    function: str, indices: Any, entries: int, why: str = "(B,), one slot an entry of x_t"
+) -> jax.Array | np.ndarray | None:
+    """The slots of entries as int32 or int64, None for None. Any negative one is none."""
     if indices is None:
         return None
-    indices = checks.array(function, "state_indices", indices, "(B,)")
+    indices = checks.array(function, "state_indices", indices, why)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(
             f"{function}: state_indices must have an integer dtype, got {indices.dtype}"
         )
-    checks.shape(function, "state_indices", indices, (entries,), "(B,), one slot an entry of x_t")
+    checks.shape(function, "state_indices", indices, (entries,), why)
     held, int32 = jnp.iinfo(indices.dtype), np.iinfo(np.int32)
     if int32.min <= held.min and held.max <= int32.max:
         return indices.astype(np.int32)
@@ -355,13 +369,14 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
     # The last of the sequences that start at a token is the one that is not empty.
-    # A search takes as many steps as the number of sequences has bits, if that is a number; of one
-    # entry jax.numpy makes a loop.
+    # A search takes as many steps as the number of sequences has bits, and jax.numpy has none for a
+    # symbolic number; of one entry it makes a loop.
     count = starts.shape[0]
-    is_short = jax.export.is_symbolic_dim(count) or count < 2
-    method = "compare_all" if is_short else "scan_unrolled"
-    number = jnp.searchsorted(starts, steps, side="right", method=method)
-    number = number.astype(jnp.int32) - 1
+    if jax.export.is_symbolic_dim(count) or count < 2:
+        number = jnp.sum(starts[:, None] <= steps[None], axis=0, dtype=jnp.int32) - 1
+    else:
+        number = jnp.searchsorted(starts, steps, side="right", method="scan_unrolled")
+        number = number.astype(jnp.int32) - 1
     first = jnp.take(starts, number, mode="clip")
     # Kernels find rows of states by the distance from the first token.
     return jnp.where((first >= 0) & (first <= steps), first, 0), number

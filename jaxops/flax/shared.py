@@ -185,7 +185,7 @@ def transpose_images(
     batch = x.shape[: -rank - 1]
     strides = _per_dimension(layer.strides, rank)
     y = jaxops.conv_transpose(
-        x.reshape(-1, *x.shape[-rank - 1 :]),
+        x.reshape(math.prod(batch), *x.shape[-rank - 1 :]),
         kernel,
         strides,
         "VALID" if layer.padding == "CIRCULAR" else canonicalize_padding(layer.padding, rank),

@@ -111,7 +111,7 @@ def lightweight_conv(
         state = sequences.state_array(name, "initial_state", initial_state, x, padding, data_format)
     if segment_ids is not None:
         why = "(..., T), one id a step of x"
-        ids = sequences.integer_array(name, "segment_ids", segment_ids, (*x.shape[:-2], time), why)
+        ids = sequences.segment_ids_array(name, segment_ids, (*x.shape[:-2], time), why)
         starts = sequences.segment_starts(ids, 0 if state is None else -padding)
         starts = checkpoint_name(starts, name)  # gradients need them, too
     final = None

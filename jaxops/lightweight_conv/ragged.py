@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
@@ -97,9 +98,10 @@ def ragged_conv(
         if initial_state is None:
             raise ValueError(f"{name}: state_indices need an initial_state, the cache; got None")
         why = "(S,), one slot a sequence"
-        state_indices = sequences.integer_array(
-            name, "state_indices", state_indices, (count,), why
-        ).astype(jnp.int32)
+        state_indices = jnp.asarray(sequences.slot_indices(name, state_indices, count, why))
+        # Numbers beyond int32 are slots of no cache.
+        is_slot = (state_indices >= 0) & (state_indices <= np.iinfo(np.int32).max)
+        state_indices = jnp.where(is_slot, state_indices, -1).astype(jnp.int32)
 
     token_starts, numbers = sequences.ragged_starts(starts, tokens)
     state = token_slots = None
