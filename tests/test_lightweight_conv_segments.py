@@ -646,32 +646,24 @@ def test_any_starts_are_within_arrays(starts):
     assert (first <= np.arange(8)).all()
 
 
-def test_wide_indices_of_ragged_calls_are_no_slots():
-    x, weight, cache = (
-        np.ones((6, 8), np.float32),
-        np.ones((2, 3), np.float32),
-        np.ones((4, 2, 8), "float32"),
+def ragged_with_cache(x, weight, cache, starts, indices):
+    """`ragged_conv`, and the cache with the states of the sequences moved on."""
+    return jaxops.ragged_conv(
+        x, weight, starts, initial_state=cache, state_indices=indices, return_final_state=True
     )
-    starts = np.array([0, 3, 6])
 
-    def with_cache(indices):
-        return jaxops.ragged_conv(
-            x,
-            weight,
-            starts,
-            initial_state=cache,
-            state_indices=indices,
-            return_final_state=True,
-        )
 
-    want = with_cache(np.array([-1, 2]))
-    for index in (2**32 + 1, 1 - 2**32, 2**31):
-        for got in (
-            with_cache(np.array([index, 2], np.int64)),
-            jax.jit(with_cache)(jnp.array([index, 2], jnp.int64)),
-        ):
-            np.testing.assert_array_equal(got[0], want[0])
-            np.testing.assert_array_equal(got[1], want[1])
+@pytest.mark.parametrize("index", [2**32 + 1, 1 - 2**32, 2**31])
+def test_wide_indices_of_ragged_calls_are_no_slots(index):
+    rng = np.random.default_rng(7)
+    x, weight, cache = (normal(rng, s, np.dtype("float32")) for s in ((6, 8), (2, 3), (4, 2, 8)))
+    convolve = functools.partial(ragged_with_cache, x, weight, cache, np.array([0, 3, 6]))
+    want = convolve(np.array([-1, 2]))
+    np.testing.assert_array_equal(want[1][1], cache[1])
+    assert not np.array_equal(want[1][2], cache[2])
+    wide = np.array([index, 2], np.int64)
+    for got in (convolve(wide), jax.jit(convolve)(jnp.array(wide))):
+        assert_bitwise(got, want, f"index {index}")
 
 
 def test_the_number_of_sequences_may_be_symbolic():
@@ -682,23 +674,25 @@ def test_the_number_of_sequences_may_be_symbolic():
     )
     function = functools.partial(jaxops.ragged_conv, weight=np.ones((2, 3), np.float32))
     convolve = jax.jit(lambda x, starts: function(x, starts=starts))
-    exported = jax.export.export(
-        convolve, platforms=("cpu",), disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS
-    )(*arguments)
+    exported = jax.export.export(convolve, disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS)(
+        *arguments
+    )
     x = np.arange(56, dtype=np.float32).reshape(7, 8)
-    if jax.default_backend() == "cpu":
-        for starts in ([0, 7], [0, 3, 3, 7]):
-            starts = np.int32(starts)
-            np.testing.assert_array_equal(exported.call(x, starts), convolve(x, starts))
+    for starts in ([0, 7], [0, 3, 3, 7]):
+        starts = np.int32(starts)
+        np.testing.assert_array_equal(exported.call(x, starts), convolve(x, starts))
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_wide_segment_ids_keep_segments_apart(x64):
+@pytest.mark.parametrize("name", ["lightweight_conv", "dynamic_conv"])
+def test_wide_segment_ids_keep_segments_apart(name, x64):
+    function = getattr(jaxops, name)
     ids = np.array([[0, 0, 2**32, 2**32, 1, 1]])
-    x, weight = np.ones((1, 6, 8), np.float32), np.ones((2, 3), np.float32)
+    x = np.ones((1, 6, 8), np.float32)
+    weight = np.ones((2, 3) if name == "lightweight_conv" else (1, 6, 2, 3), np.float32)
     with jax.enable_x64(x64):
-        got = jaxops.lightweight_conv(x, weight, segment_ids=ids)
-        want = jaxops.lightweight_conv(x, weight, segment_ids=np.int32(ids % 7))
+        got = function(x, weight, segment_ids=ids)
+        want = function(x, weight, segment_ids=np.int32(ids % 7))
     np.testing.assert_array_equal(got, want)
 
 
@@ -709,17 +703,7 @@ def test_ragged_cache(platform):
     weight = normal(rng, (6, 4), np.dtype("float32"))
     cache = normal(rng, (7, 3, 6), np.dtype("bfloat16"))
     indices = np.asarray([5, -1, 2, 99])
-
-    def ragged(x, weight, cache):
-        return jaxops.ragged_conv(
-            x,
-            weight,
-            starts,
-            initial_state=cache,
-            state_indices=indices,
-            return_final_state=True,
-        )
-
+    ragged = functools.partial(ragged_with_cache, starts=starts, indices=indices)
     y, updated = run(ragged, platform, x, weight, cache)
     states = np.zeros((4, 3, 6), cache.dtype)
     states[0], states[2] = cache[5], cache[2]
@@ -738,15 +722,7 @@ def test_ragged_second_derivatives():
     x, cache = rng.normal(size=(9, 4)), rng.normal(size=(5, 2, 4))
     weight = rng.normal(size=(2, 3))
 
-    def function(x, weight, cache):
-        return jaxops.ragged_conv(
-            x,
-            weight,
-            starts,
-            initial_state=cache,
-            state_indices=jnp.asarray(indices),
-            return_final_state=True,
-        )
+    function = functools.partial(ragged_with_cache, starts=starts, indices=jnp.asarray(indices))
 
     def definition(x, weight, cache):
         parts = []

@@ -287,9 +287,10 @@ bool CanRunHeads(const Forward& call, const Device& device) {
 
 // Kernels of short filters read states on their way, but for NCT that nct/causal cannot run.
 // Without segments others were up to 15 % faster, before ntc/window ran 16-bit calls with states:
-// that is worth a second launch if x is large. Segments with states of their own are worth it if
-// tensor cores compute the other steps: ragged_conv of (4096,1024,16,31) bf16 with 16 of them takes
-// 30.1 us, and 144 by "packed". Fewer than 4096 steps were not compared.
+// that is worth a second launch if x is large. So are segments with states of their own, if tensor
+// cores compute the other steps: ragged_conv of (4096,1024,16,31) bf16 with 16 segments takes 30.1
+// us, and 144 by "packed". The limit of 16 times the padding is estimated, because "packed" was not
+// timed with fewer than 4096 steps.
 bool PrefersHeads(const Forward& call, const Device& device) {
   const Geometry& g = call.geometry;
   if (call.slots != nullptr) {

@@ -109,9 +109,11 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
 // A block has kWindow steps of kWarp vectors of channels, a warp kSteps of these.
 constexpr int kSteps = 4;
 constexpr int kWindow = kSteps * kNtcWarps;
-static_assert(kWindow == kWarp);  // a lane of each warp finds what a step reads
+static_assert(kWindow == kWarp);  // lane i of a warp looks at step i
 
-// A thread has a vector of kStateVector channels, and loads kRowsInFlight rows at a time.
+// A thread has a vector of kStateVector channels, and loads kRowsInFlight rows at a time. For 16
+// sequences of (4096,1024,16,31) f32 the kernel takes 10.3 us on an H200, with one row at a time
+// 19.9, and with one step of one channel a thread 29.5.
 constexpr int kStateVector = 4, kRowsInFlight = 8;
 
 struct StateStepsParams {
@@ -306,10 +308,9 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
   }
 }
 
-// The heads that a block of PackedStateSteps may have; it may begin and end inside of one.
+// The heads that a block of PackedStateSteps may have.
 int64_t StateHeads(const Geometry& g) {
-  const int64_t depth = g.channels / g.heads;
-  return std::min(g.heads, (kWarp * kStateVector - 2) / depth + 2);
+  return jaxops::cuda::MaxHeadsOfTile(kWarp * kStateVector, g.channels, g.heads);
 }
 
 BackwardPlan MakePlan(const Gradients& gradients) {

@@ -363,8 +363,8 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     """For each token the first one of its sequence, and the number of its sequence, int32.
 
     `starts` (S + 1,) has the first token of each sequence and the end of the last. Tokens past that
-    end are a sequence of their own, which has the number S. Tokens before all starts begin with
-    token 0. So do those whose start would be after them, because starts are in another order.
+    end are a sequence of their own, which has the number S. A token has start 0 if no start
+    precedes it, or if the starts are out of order and its own would be a later token.
     """
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
